@@ -140,6 +140,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
         "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
         "pre_and_post": model.block_norms,
+        "shared": ("input_layernorm", "", "", ""),
     }[model.norm_position]
     mlp = f"mlp.{model.shared_expert_name}" if experts else "mlp"
     return BlockGraph(

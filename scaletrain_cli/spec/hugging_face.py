@@ -146,7 +146,7 @@ def _rope(config: dict[str, Any], kind: str, ignored: list[str]) -> dict[str, An
     if not isinstance(rope, dict):
         raise SourceError("has rope_scaling or rope_parameters that is not a mapping")
     found: dict[str, Any] = {}
-    if kind == "gemma3_text" and isinstance(rope.get("full_attention"), dict):
+    if kind in ("gemma3_text", "olmo3") and isinstance(rope.get("full_attention"), dict):
         local = rope.get("sliding_attention") or {}
         if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
             raise SourceError(f"has rope_parameters.sliding_attention = {str(local)[:80]}, which scales")
@@ -160,6 +160,9 @@ def _rope(config: dict[str, Any], kind: str, ignored: list[str]) -> dict[str, An
     if rotated not in (None, 1, 1.0) and "partial_rotary_factor" not in _READ[kind].varies:
         raise SourceError(f"has partial_rotary_factor = {str(rotated)[:80]}, but only 1 is supported")
     scaling = _rope_scaling(config, rope, kind)
+    if kind == "olmo3" and scaling is not None:  # its layers with a window are never scaled
+        theta = found.get("rope_theta", config.get("rope_theta", _READ[kind].defaults["rope_theta"]))
+        found.setdefault("rope_local_base_freq", theta)
     of_kind = () if scaling is None else KEYS_OF_ROPE[scaling["rope_type"]]
     ignored += [f"{section}.{key}" for key in rope if key not in _OF_EACH_ROPE and key not in of_kind]
     return {**found, "partial_rotary_factor": rotated, "rope_scaling": scaling}

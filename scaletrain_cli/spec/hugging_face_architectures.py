@@ -140,6 +140,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"norm_eps": 1e-6, "head_dim": 128, "sliding_window": 4096},
         used=_QWEN_WINDOW | {"attention_bias"},
     ),
+    "gemma": Architecture(
+        "GemmaForCausalLM",
+        fixed={**_GEMMA, "norm_position": "pre"},
+        varies=frozenset({"attention_bias"}),
+        defaults={"norm_eps": 1e-6, "num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+        used=frozenset({"attention_bias"}),
+        irrelevant=frozenset({"hidden_activation"}),  # published files have it, and transformers 4 reads it
+        only={"use_bidirectional_attention": (False,)},
+        activations={**_GELU_TANH, "gelu": "gelu_pytorch_tanh"},  # as transformers reads the first files
+    ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
         fixed=_GEMMA,
@@ -187,6 +197,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         fixed={"norm_position": "post", "qk_norm": True, "qk_norm_scope": "projection"},
         varies=_DENSE | {"attention_bias"},
         used=frozenset({"attention_bias"}),
+    ),
+    "olmo3": Architecture(
+        "Olmo3ForCausalLM",
+        fixed={"norm_position": "post", "qk_norm": True, "qk_norm_scope": "projection"},
+        varies=_DENSE | {"attention_bias", "sliding_window", "layer_types", "rope_local_base_freq"},
+        defaults={"sliding_window": 4096, "rope_theta": 500_000.0, "max_position_embeddings": 2048},
+        used=frozenset({"attention_bias", "sliding_window", "layer_types"}),
+        layer_types=(*["sliding_attention"] * 3, "full_attention"),
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",

@@ -32,6 +32,9 @@ _BLOCK_NAMES = {"linear_attention": "mamba", "full_attention": "attention", "moe
 _BLOCK_NAMES |= {name: name for name in ("mamba", "attention", "mlp", "experts")}
 
 
+_GLM_EXPERTS = frozenset(
+    "first_k_dense_replace norm_topk_prob n_group topk_group routed_scaling_factor num_experts_per_tok".split()
+)
 _V32_KEYS = frozenset("index_topk index_n_heads index_head_dim n_group topk_group routed_scaling_factor".split())
 
 
@@ -162,6 +165,33 @@ def _jamba(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _falcon(config: dict[str, Any]) -> dict[str, Any]:
+    """Return heads, norms and positions of a Falcon, whose 40B and 180B have a block of their own."""
+    heads, hidden = _whole(config, "num_attention_heads", 71), _whole(config, "hidden_size", 4544)
+    newer = config.get("new_decoder_architecture", False)
+    shared = 1 if config.get("multi_query", True) else heads
+    norms = config.get("num_ln_in_parallel_attn") or (2 if newer else 1)
+    alone = not newer and not config.get("parallel_attn", True)
+    return {
+        "num_key_value_heads": _whole(config, "num_kv_heads", heads) if newer else shared,
+        "intermediate_size": _whole(config, "ffn_hidden_size", 4 * hidden),
+        "norm_position": "pre" if alone or norms == 2 else "shared",
+        "position_embedding": "alibi" if config.get("alibi") else "rotary",
+        "bias": bool(config.get("bias", False)),
+    }
+
+
+def _glm4(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the biases of a GLM-4, which its output projection does not have, and the shared experts of a GLM-4.5."""
+    found: dict[str, Any] = {"qkv_bias": config.get("attention_bias", config["model_type"] == "glm4")}
+    if config["model_type"] == "glm4_moe":
+        wide = _whole(config, "moe_intermediate_size", 1408)
+        found |= {key: config[key] for key in _GLM_EXPERTS if key in config}
+        found |= {"moe_intermediate_size": wide, "qk_norm": config.get("use_qk_norm", False)}
+        found["shared_expert_intermediate_size"] = config.get("n_shared_experts", 1) * wide
+    return found
+
+
 def _whole(config: dict[str, Any], key: str, default: int) -> int:
     """Return a number of config.json; null counts as missing. Raises SourceError if it is no whole number above 0."""
     value = config.get(key)
@@ -181,6 +211,9 @@ def shortest(kinds: list[str]) -> list[str]:
 
 
 _DEEPSEEK_V3 = ARCHITECTURES["deepseek_v3"]
+_SILU = {"silu": "silu"}
+_PLAIN = dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_pytorch_tanh")
+_SHARED_NORM = {"norm": "layernorm", "norm_position": "shared"}
 
 READ_ONLY: dict[str, Architecture] = {
     "kimi_k2": replace(_DEEPSEEK_V3, model_class=""),  # DeepSeek-V3's blocks under another name
@@ -270,5 +303,146 @@ READ_ONLY: dict[str, Architecture] = {
             "use_mamba_kernels use_mambapy use_associative_scan layers_block_type layers_num_experts".split()
         ),
         derive=_jamba,
+    ),
+    "cohere": Architecture(  # Command R: attention and MLP beside each other, behind one norm
+        "",
+        fixed={"planned_architecture": "cohere", **_SHARED_NORM, "norm_bias": False, "qk_norm_scope": "projection"},
+        renamed={"norm_eps": "layer_norm_eps", "qk_norm": "use_qk_norm"},
+        varies=frozenset({"attention_bias"}),
+        defaults={
+            **{"hidden_size": 8192, "intermediate_size": 22_528, "num_hidden_layers": 40, "num_attention_heads": 64},
+            **{"vocab_size": 256_000, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+        },
+        used=frozenset({"attention_bias"}),
+        irrelevant=frozenset({"logit_scale"}),
+        activations=_SILU,
+    ),
+    "cohere2": Architecture(
+        "",
+        fixed={"planned_architecture": "cohere2", **_SHARED_NORM, "norm_bias": False},
+        renamed={"norm_eps": "layer_norm_eps"},
+        varies=frozenset({"attention_bias", "sliding_window", "layer_types"}),
+        defaults={
+            **{"hidden_size": 8192, "intermediate_size": 22_528, "num_hidden_layers": 40, "num_attention_heads": 64},
+            **{"vocab_size": 256_000, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+            "sliding_window": 4096,
+        },
+        used=frozenset({"attention_bias", "sliding_window", "layer_types", "sliding_window_pattern"}),
+        irrelevant=frozenset({"logit_scale", "head_dim"}),
+        activations=_SILU,
+        layer_types=(*["sliding_attention"] * 3, "full_attention"),
+    ),
+    "falcon": Architecture(
+        "",
+        fixed={"planned_architecture": "falcon", "norm": "layernorm", "norm_bias": True, "gated_mlp": False},
+        renamed={"norm_eps": "layer_norm_epsilon"},
+        varies=frozenset({"hidden_activation"}),
+        defaults={
+            **{"hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71, "vocab_size": 65_024},
+            **{"max_position_embeddings": 2048, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
+        },
+        used=frozenset(
+            "num_kv_heads multi_query new_decoder_architecture parallel_attn alibi bias ffn_hidden_size "
+            "num_ln_in_parallel_attn".split()
+        ),
+        aliases={"n_embed": "hidden_size"},
+        irrelevant=frozenset({"hidden_dropout", "classifier_dropout", "activation"}),
+        activations={},
+        derive=_falcon,
+    ),
+    "gpt_neox": Architecture(  # Pythia
+        "",
+        fixed={"planned_architecture": "gpt_neox", "norm": "layernorm", "gated_mlp": False, "bias": True},
+        renamed={"norm_eps": "layer_norm_eps"},
+        varies=frozenset({"hidden_activation", "partial_rotary_factor"}),
+        defaults={
+            **{"hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 44, "num_attention_heads": 64},
+            **{"vocab_size": 50_432, "max_position_embeddings": 2048, "hidden_activation": "gelu_pytorch_tanh"},
+            "partial_rotary_factor": 0.25,
+        },
+        used=frozenset({"partial_rotary_factor"}),
+        aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+        irrelevant=frozenset({"use_parallel_residual", "hidden_dropout", "classifier_dropout"}),
+        only={"attention_bias": (True,)},
+        activations=_PLAIN,
+    ),
+    "starcoder2": Architecture(
+        "",
+        fixed={"planned_architecture": "starcoder2", "norm": "layernorm", "gated_mlp": False},
+        renamed={"norm_eps": "norm_epsilon", "bias": "use_bias"},
+        varies=frozenset({"hidden_activation", "sliding_window"}),
+        defaults={
+            **{"hidden_size": 3072, "intermediate_size": 12_288, "num_hidden_layers": 30, "num_attention_heads": 24},
+            **{"num_key_value_heads": 2, "vocab_size": 49_152, "max_position_embeddings": 4096, "bias": True},
+            **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
+        },
+        used=frozenset({"sliding_window"}),
+        irrelevant=frozenset({"residual_dropout", "embedding_dropout"}),
+        activations=_PLAIN,
+    ),
+    "glm4": Architecture(
+        "",
+        fixed={"planned_architecture": "glm4", "norm_position": "pre_and_post"},
+        renamed={"norm_eps": "rms_norm_eps"},
+        varies=frozenset({"hidden_activation", "partial_rotary_factor"}),
+        defaults={
+            **{"hidden_size": 4096, "intermediate_size": 13_696, "num_hidden_layers": 40, "num_attention_heads": 32},
+            **{"num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151_552, "max_position_embeddings": 131_072},
+            **{"norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
+        },
+        used=frozenset({"attention_bias"}),
+        derive=_glm4,
+    ),
+    "glm4_moe": Architecture(  # GLM-4.5 and 4.6
+        "",
+        fixed={"planned_architecture": "glm4_moe", "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        renamed={"norm_eps": "rms_norm_eps", "num_experts": "n_routed_experts"},
+        varies=frozenset({"hidden_activation", "partial_rotary_factor"}),
+        defaults={
+            **{"hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46, "num_attention_heads": 96},
+            **{"num_key_value_heads": 8, "vocab_size": 151_552, "max_position_embeddings": 131_072, "num_experts": 128},
+            **{"partial_rotary_factor": 0.5, "num_experts_per_tok": 8, "norm_topk_prob": True},
+            **{"first_k_dense_replace": 1, "router_aux_loss_coef": 0.0},
+        },
+        used=_GLM_EXPERTS | {"attention_bias", "use_qk_norm", "n_shared_experts", "moe_intermediate_size"},
+        aliases={"num_local_experts": "n_routed_experts"},
+        irrelevant=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+        experts=True,
+        derive=_glm4,
+    ),
+    "smollm3": replace(
+        ARCHITECTURES["qwen2"],
+        model_class="",
+        fixed={"planned_architecture": "smollm3"},
+        varies=frozenset("hidden_activation sliding_window layer_types attention_bias bias".split()),
+        defaults={
+            **{"hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16},
+            **{"num_key_value_heads": 4, "vocab_size": 128_256, "max_position_embeddings": 32_768, "norm_eps": 1e-6},
+            **{"tie_word_embeddings": True, "rope_theta": 2e6},
+        },
+        used=ARCHITECTURES["qwen2"].used | {"attention_bias", "mlp_bias"},
+        irrelevant=frozenset({"no_rope_layers", "no_rope_layer_interval"}),
+    ),
+    "granite": replace(
+        ARCHITECTURES["llama"],
+        model_class="",
+        fixed={"planned_architecture": "granite"},
+        irrelevant=frozenset("embedding_multiplier logits_scaling residual_multiplier attention_multiplier".split()),
+    ),
+    "minimax_m2": Architecture(
+        "",
+        fixed={
+            **{"planned_architecture": "minimax_m2", "qk_norm": True, "qk_norm_scope": "projection"},
+            **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True},
+        },
+        defaults={
+            **{"hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48},
+            **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 200_064, "max_position_embeddings": 196_608},
+            **{"norm_eps": 1e-6, "num_experts": 256, "num_experts_per_tok": 8, "rope_theta": 5e6},
+        },
+        aliases={"num_experts": "num_local_experts"},
+        irrelevant=frozenset({"rotary_dim"}),
+        only={"router_jitter_noise": (0, 0.0)},
+        experts=True,
     ),
 }

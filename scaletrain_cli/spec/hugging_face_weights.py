@@ -233,8 +233,9 @@ def _differences(model: ModelSpec, kind: str) -> list[tuple[str, str]]:
         found.append(("rope_scaling.rope_type", f"must be {' or '.join(known.ropes)}, as in {kind}."))
     if kind == "gpt_oss" and model.swiglu_limit is None:
         found.append(("swiglu_limit", "must be a number, as in gpt_oss."))
-    if kind == "gemma3_text" and model.sliding_window and scaling is not None and not model.rope_local_base_freq:
-        found.append(("rope_local_base_freq", "must be set: layers with a window are not scaled in gemma3_text."))
+    unscaled = kind in ("gemma3_text", "olmo3") and model.sliding_window and scaling is not None
+    if unscaled and not model.rope_local_base_freq:
+        found.append(("rope_local_base_freq", f"must be set: layers with a window are not scaled in {kind}."))
     return found
 
 
@@ -272,6 +273,10 @@ def _of_llama(model: ModelSpec, kind: str) -> dict[str, Any]:
         config["partial_rotary_factor"] = model.partial_rotary_factor
     if kind == "phi3" and scaling is not None:
         config["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    if kind == "olmo3":  # transformers 5 reads this, and transformers 4 the keys beside it
+        whole = config["rope_scaling"] or {"rope_type": "default", "rope_theta": model.rope_theta}
+        local = {"rope_type": "default", "rope_theta": model.rope_local_base_freq or model.rope_theta}
+        config["rope_parameters"] = {"full_attention": whole, "sliding_attention": local}
     if known.default_rope and scaling is None:
         config["rope_scaling"] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if kind == "deepseek_v3":
@@ -302,7 +307,7 @@ def _windows(model: ModelSpec, kind: str) -> dict[str, Any]:
     if "layer_types" in known.varies:
         layers = range(model.num_hidden_layers)
         found["layer_types"] = ["sliding_attention" if model.slides(layer) else "full_attention" for layer in layers]
-        if kind.startswith(("gemma", "gpt_oss")) and model.sliding_window is None:
+        if kind.startswith(("gemma", "gpt_oss", "olmo3")) and model.sliding_window is None:
             found["sliding_window"] = known.defaults["sliding_window"]  # transformers wants one; no layer uses it
     return found
 

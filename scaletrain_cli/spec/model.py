@@ -19,7 +19,23 @@ MOST_LAYERS = 4096  # of a model whose blocks are looked at one by one
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 AttentionKind = Literal["full_attention", "sliding_attention", "chunked_attention"]
 # ``model_type``s of Hugging Face whose blocks are planned, but not built by the engine.
-PlannedArchitecture = Literal["deepseek_v32", "jamba", "llama4_text", "nemotron", "nemotron_h"]
+PlannedArchitecture = Literal[
+    "cohere",
+    "cohere2",
+    "deepseek_v32",
+    "falcon",
+    "glm4",
+    "glm4_moe",
+    "gpt_neox",
+    "granite",
+    "jamba",
+    "llama4_text",
+    "minimax_m2",
+    "nemotron",
+    "nemotron_h",
+    "smollm3",
+    "starcoder2",
+]
 _ROTARY = where("model.positions", "rotary", setting="model.position_embedding")
 _EXPERTS = used_when(where_not("model.num_experts", 0))
 _GROUPS = used_when(where_not("model.topk_method", "greedy"))
@@ -98,9 +114,10 @@ class ModelSpec(Section):
     rope_scaling: RopeScalingSpec | None = Field(default=None, description="null: no scaling of rotary positions")
     scale_embedding: bool = Field(default=False, description="multiply token embeddings by the root of hidden_size")
     norm_eps: Positive = 1.0e-5
-    norm_position: Literal["pre", "post", "pre_and_post"] = Field(
+    norm_position: Literal["pre", "post", "pre_and_post", "shared"] = Field(
         default="pre",
-        description="norms before attention and MLP, after them before the residual sum (OLMo 2), or both (Gemma)",
+        description="norms before attention and MLP, after them before the residual sum (OLMo 2), both (Gemma), or one "
+        "before attention and MLP beside each other (Command R; planned only)",
     )
     zero_centered_norm: bool = Field(
         default=False, description="RMSNorm multiplies by 1 + weight, as in Gemma, and weights start at 0"
@@ -253,6 +270,7 @@ class ModelSpec(Section):
             "pre": ("input_layernorm", "post_attention_layernorm"),
             "post": after,
             "pre_and_post": ("input_layernorm", after[0], "pre_feedforward_layernorm", after[1]),
+            "shared": ("input_layernorm",),
         }[self.norm_position]
 
     @property

@@ -93,6 +93,57 @@ def test_a_model_has_as_many_parameters_as_its_modules_in_transformers(folder: s
     assert parameter_count(model_from(config)) == count_of_transformers(config)
 
 
+# Sizes of published models of kinds without a preset, of three blocks.
+_FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 8, "hidden_size": 8192, "num_attention_heads": 128}
+_FALCON_RW = {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}
+_GLM_46 = {
+    **{"hidden_size": 5120, "intermediate_size": 12_288, "moe_intermediate_size": 1536, "n_routed_experts": 160},
+    **{"head_dim": 128, "use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2},
+}
+_GRANITE = {
+    **{"hidden_size": 4096, "intermediate_size": 12_800, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"vocab_size": 49_155, "residual_multiplier": 0.22, "logits_scaling": 16.0, "max_position_embeddings": 4096},
+}
+_PYTHIA = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "vocab_size": 50_304}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "command r": ("cohere", {}),
+    "command r+": ("cohere", {"use_qk_norm": True, "num_key_value_heads": 8, "attention_bias": True}),
+    "command r7b": ("cohere2", {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}),
+    "falcon 7b": ("falcon", {}),
+    "falcon 40b": ("falcon", {**_FALCON_40B, "ffn_hidden_size": 32_768}),
+    "falcon one norm": ("falcon", {**_FALCON_40B, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 32_768}),
+    "falcon rw": ("falcon", {**_FALCON_RW, "hidden_size": 2048, "num_attention_heads": 32, "ffn_hidden_size": 8192}),
+    "gpt-neox": ("gpt_neox", {}),
+    "pythia": ("gpt_neox", _PYTHIA),
+    "starcoder2": ("starcoder2", {"sliding_window": 4096}),
+    "glm-4": ("glm4", {}),
+    "glm-4.6": ("glm4_moe", _GLM_46),
+    "smollm3": ("smollm3", {}),
+    "granite": ("granite", _GRANITE),
+    "minimax m2": ("minimax_m2", {}),
+    "gemma": ("gemma", {}),
+    "olmo 3": ("olmo3", {}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_kind_without_a_preset_is_counted_like_its_modules_and_planned(name: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, sizes = OTHERS[name]
+    config = {**CONFIG_MAPPING[kind](**sizes).to_dict(), "num_hidden_layers": 3}
+    per_layer = {key: config[key][:3] for key in ("layer_types", "no_rope_layers") if config.get(key)}
+    config = {key: value for key, value in {**config, **per_layer}.items() if value is not None}
+    model = model_from(config)
+    assert parameter_count(model) == count_of_transformers(config)
+    assert sum(parameter.numel for parameter in model_parameters(model)) == parameter_count(model)
+    spec = spec_of("llama-7b", **DATA_ALONE).model_copy(update={"model": model.model_copy(update={"seq_len": 2048})})
+    plan = make_plan(spec)
+    assert 0.05 < plan.time.mfu < 0.75
+    refused = [rule.code for rule in submittable(spec, plan)]
+    assert refused == ([] if kind in ("gemma", "olmo3") else ["engine-planned-architecture"])
+
+
 @pytest.mark.parametrize("folder", CURRENT.values())
 def test_the_named_tensors_of_a_model_are_all_of_its_parameters(folder: str) -> None:
     model = model_from(smaller(config_of(folder)))

@@ -341,7 +341,7 @@ def test_two_bad_sources_are_both_reported() -> None:
         ("[]", "is not a Hugging Face config.json, which holds one JSON object"),
         ("{}", "has no model_type; known: "),
         ('{"model_type": "bert"}', "has model_type 'bert'; known: "),
-        ('{"model_type": ["llama"]}', "; known: clip, convnext, deepseek_v2,"),
+        ('{"model_type": ["llama"]}', "; known: clip, cohere, cohere2, convnext,"),
         ('{"model_type": "llama", "mlp_bias": true}', "has mlp_bias = true, but only false is supported"),
         ('{"model_type": "llama", "hidden_act": "gelu"}', "has hidden_act = gelu, but only silu or swish or"),
         (" " * 1_000_001, "is not a Hugging Face config.json"),

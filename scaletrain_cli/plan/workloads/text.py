@@ -340,10 +340,10 @@ class TextWorkload(Workload):
                 # numbers as they are, a list or section by its name only
                 value = getattr(model, key)
                 yield Rule(f"model.{key}", str(value) if isinstance(value, int) else "set", "engine-planned-only")
-        if model.qk_norm_scope == "unweighted":
-            yield Rule("model.qk_norm_scope", "unweighted", "engine-planned-only")
-        if model.activation == "relu2":
-            yield Rule("model.hidden_activation", "relu2", "engine-planned-only")
+        planned = {"qk_norm_scope": "unweighted", "hidden_activation": "relu2", "norm_position": "shared"}
+        for key, value in planned.items():
+            if getattr(model, key) == value:
+                yield Rule(f"model.{key}", value, "engine-planned-only")
         family, built = {"family": model.family}, _ENGINE_FAMILIES[model.base_family]
         if model.num_experts and not built.experts:
             yield Rule("model.num_experts", model.num_experts, "engine-family-no-experts", family)

@@ -56,6 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 8}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}),
     "gemma3": (
         "gemma3_text",
@@ -73,6 +74,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 8, "num_hidden_layers": 4, "rope_scaling": _UNROUNDED_YARN}),
     "deepseek v2": (
         "deepseek_v2",
         {
