@@ -13,7 +13,18 @@ from typing import Any, NamedTuple
 
 from scaletrain_cli.plan.calibration import samples_length
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.result import Calibration, Cost, Durability, Layout, MeasuredError, Memory, Range, Ranges, Time
+from scaletrain_cli.plan.result import (
+    Calibration,
+    Cost,
+    Durability,
+    Layout,
+    MeasuredError,
+    Memory,
+    Range,
+    Ranges,
+    RunPlan,
+    Time,
+)
 from scaletrain_cli.plan.speed.kernels import generation
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.project_files import packaged_data
@@ -190,7 +201,7 @@ def plan_ranges(
     if calibration is not None:
         step = Range(*(time.step * each / calibration.factor for each in (calibration.low, calibration.high)))
         found = replace(found, time=replace(here, calibrated=True, basis="own runs", n=calibration.runs, sources=()))
-        found = replace(found, time=replace(found.time, p10=step.p10 / time.step, p90=step.p90 / time.step))
+        found = replace(found, time=replace(found.time, p10=step.p10 / time.step, p50=1.0, p90=step.p90 / time.step))
     elif timed is not None:
         step = step_range(time, timed.quantiles)
     else:
@@ -216,6 +227,18 @@ def plan_ranges(
     )
 
 
+def chance_within(plan: RunPlan, seconds: float | None, dollars: float | None) -> float | None:
+    """Return the probability that a run ends within so many seconds and dollars, interruptions included.
+
+    None as a limit: any number. None without evidence on its time, or if the run never ends.
+    """
+    error, planned = plan.ranges.time, (plan.durability.wall_seconds, plan.cost.expected_usd)
+    shares = [limit / each for limit, each in zip((seconds, dollars), planned, strict=True) if limit and each]
+    if not error.basis or not shares or planned[0] is None:
+        return None
+    return share_below(plan.time, Quantiles(error.p10, error.p50, error.p90), min(shares) * plan.time.step)
+
+
 def _described(here: MeasuredError, cell: Cell | None) -> MeasuredError:
     if cell is None:
         return here
@@ -228,6 +251,7 @@ def _described(here: MeasuredError, cell: Cell | None) -> MeasuredError:
         measured_regime=cell.regime,
         measured_hardware=cell.hardware,
         p10=min(1.0, error.p10),
+        p50=error.p50,
         p90=max(1.0, error.p90),
         n=cell.n,
         sources=cell.sources,

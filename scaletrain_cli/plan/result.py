@@ -210,7 +210,7 @@ class Range:
 
 @dataclass(frozen=True)
 class MeasuredError:
-    """The error of plans for measured runs. ``p10`` and ``p90``: percentiles of measured divided by planned.
+    """The error of plans for measured runs. ``p10`` to ``p90``: percentiles of measured divided by planned.
 
     ``calibrated``: whether runs of this framework, regime and hardware were measured, else the nearest ones count.
     ``basis``: ``published runs`` or ``own runs``, of which ``n`` count, from ``sources``; empty if there are none.
@@ -227,6 +227,7 @@ class MeasuredError:
     measured_regime: str = ""
     measured_hardware: str = ""
     p10: float = 1.0
+    p50: float = 1.0
     p90: float = 1.0
     n: int = 0
     sources: tuple[str, ...] = ()

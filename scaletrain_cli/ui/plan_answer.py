@@ -78,6 +78,9 @@ def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
         limits.append(f"at most {dollars_text(sizing.budget_usd)}")
     asked = f"Cluster with {_OBJECTIVES[sizing.objective]}: {', '.join(limits)}"
     notes = [escaped_text(str(note), "yellow") for note in sizing.notes]
+    if sizing.probability is not None:
+        chance = f"probability of meeting the limits, from the errors of plans: {sizing.probability:.0%}"
+        notes.append(escaped_text(chance))
     show(console, Group(escaped_text(asked, "bold"), *notes, "", _table(sizing.considered), ""))
 
 

@@ -9,7 +9,15 @@ import pytest
 
 from scaletrain_cli.plan.catalogue.hardware import accelerator_names, find_accelerator
 from scaletrain_cli.plan.planning import Measurements, make_plan
-from scaletrain_cli.plan.ranges import Quantiles, architecture_of, find_cell, regime_of, share_below, step_range
+from scaletrain_cli.plan.ranges import (
+    Quantiles,
+    architecture_of,
+    chance_within,
+    find_cell,
+    regime_of,
+    share_below,
+    step_range,
+)
 from scaletrain_cli.plan.result import RunPlan, Time
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import DATA_ALONE, spec_of
@@ -184,6 +192,18 @@ def test_ranks_on_cpus_have_no_range() -> None:
     ranges = make_plan(spec_of("gpt2", cluster__gpu="cpu", cluster__gpus_per_node=2)).ranges
     assert not ranges.time.calibrated
     assert (ranges.step_seconds, ranges.to_train_seconds, ranges.expected_usd) == (None, None, None)
+
+
+def test_the_probability_of_limits_follows_from_the_range(plan: RunPlan) -> None:
+    wall, cost, ranges = plan.durability.wall_seconds, plan.cost.expected_usd, plan.ranges
+    assert chance_within(plan, ranges.wall_seconds.p90, None) == pytest.approx(0.9, abs=1e-3)
+    assert chance_within(plan, None, ranges.expected_usd.p90) == pytest.approx(0.9, abs=1e-3)
+    assert chance_within(plan, ranges.time.p50 * wall, None) == pytest.approx(0.5, abs=1e-3)
+    tighter = chance_within(plan, 0.9 * wall, None)
+    assert chance_within(plan, 0.9 * wall, 2 * cost) == tighter < 0.2
+    assert chance_within(plan, None, None) is None
+    unknown = replace(plan, ranges=replace(ranges, time=replace(ranges.time, basis="")))
+    assert chance_within(unknown, wall, None) is None
 
 
 def test_own_measurements_replace_published_ones(spec: RunSpec, plan: RunPlan) -> None:

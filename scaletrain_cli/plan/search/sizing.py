@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.plan.planning import plan_or_raise
+from scaletrain_cli.plan.ranges import chance_within
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.cluster_limits import OBJECTIVES, ClusterLimits, Considered
 from scaletrain_cli.plan.search.cluster_search import (
@@ -44,11 +45,17 @@ class Sizing:
     ruled_out: int = 0
     notes: tuple[Reason, ...] = ()
 
+    @property
+    def probability(self) -> float | None:
+        """The probability that the run meets the limits of time and dollars on the chosen cluster; None if unknown."""
+        return chance_within(self.plan, self.deadline_seconds, self.budget_usd)
+
     def to_json(self) -> dict[str, Any]:
         """Return objective, limits and the table of clusters, without the plan.
 
         ``tried``: the number of clusters planned; ``ruled_out``: the number that a bound excluded. For one kind of GPU
-        ``considered`` has the latter too, with ``least_seconds`` and ``least_dollars``.
+        ``considered`` has the latter too, with ``least_seconds`` and ``least_dollars``. ``probability``: of meeting the
+        limits of time and dollars on the chosen cluster, null without either or without evidence.
         """
         keys = ("objective", "max_gpus", "deadline_seconds", "budget_usd", "ruled_out")
         rows = [row.to_json() for row in self.considered]
@@ -59,6 +66,7 @@ class Sizing:
         return (
             {key: getattr(self, key) for key in keys}
             | notes
+            | {"probability": self.probability}
             | {"tried": sum(row.least_seconds is None for row in self.considered), "considered": rows}
         )
 
