@@ -69,13 +69,13 @@ INIT = {
 RUN: dict[str, Runs] = {
     **INIT,
     "scaletrain plan recipes/llama-7b-h100.yaml": Runs("plan recipes/llama-7b-h100.yaml", ": fits"),
-    "scaletrain plan recipes/llama-70b-spot.yaml --set cluster.nodes=32": Runs(
-        "plan recipes/llama-70b-spot.yaml --set cluster.nodes=32", ": fits"
+    "scaletrain plan recipes/llama-70b-spot.yaml --set cluster.nodes=20": Runs(
+        "plan recipes/llama-70b-spot.yaml --set cluster.nodes=20", ": fits"
     ),
     "scaletrain plan lora.yaml --vary cluster.gpu=rtx-4090-24gb,l40s-48gb,h100-sxm-80gb": Runs(
         "plan lora.yaml --vary cluster.gpu=rtx-4090-24gb,l40s-48gb,h100-sxm-80gb", "fits"
     ),
-    "scaletrain plan lora.yaml": Runs("plan lora.yaml", "not calibrated"),
+    "scaletrain plan lora.yaml": Runs("plan lora.yaml", "nearest evidence"),
     "scaletrain plan 7b.yaml": Runs("plan 7b.yaml", ": fits"),
     "scaletrain submit 7b.yaml --output script": Runs("submit 7b.yaml --output script", "#SBATCH"),
     "scaletrain submit 7b.yaml": Runs("submit recipes/llama-7b-h100.yaml --dry-run", "#SBATCH"),
@@ -86,7 +86,7 @@ RUN: dict[str, Runs] = {
     "scaletrain submit 13b.yaml": Runs(f"submit {KUBERNETES} --dry-run", "kind: JobSet"),
     "scaletrain plan recipes/llama-70b-spot.yaml --deadline 120d": Runs(
         "plan recipes/llama-70b-spot.yaml --deadline 120d",
-        "Cluster with the fewest GPUs: at most 256 GPUs, finished in 120 d",
+        "Cluster with the fewest GPUs: at most 160 GPUs, finished in 120 d",
     ),
     "scaletrain submit recipes/llama-7b-h100.yaml": Runs("submit recipes/llama-7b-h100.yaml --dry-run", "#SBATCH"),
     "scaletrain plan run.yaml": Runs("plan run.yaml", ": fits"),

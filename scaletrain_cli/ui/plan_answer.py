@@ -79,8 +79,8 @@ def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
     asked = f"Cluster with {_OBJECTIVES[sizing.objective]}: {', '.join(limits)}"
     notes = [escaped_text(str(note), "yellow") for note in sizing.notes]
     if sizing.probability is not None:
-        chance = f"probability of meeting the limits, from the errors of plans: {sizing.probability:.0%}"
-        notes.append(escaped_text(chance))
+        chance = percent_text(min(sizing.probability, 0.99))  # errors as large as that were never measured
+        notes.append(escaped_text(f"probability of meeting the limits, from the errors of plans: {chance}"))
     show(console, Group(escaped_text(asked, "bold"), *notes, "", _table(sizing.considered), ""))
 
 

@@ -219,8 +219,9 @@ def test_a_limit_above_every_cluster_ends_at_the_largest_cluster_of_a_spec() -> 
 def test_the_answer_is_json_and_the_same_each_time() -> None:
     first, second = (size_cluster(run(), "cost").to_json() for _ in range(2))
     assert json.dumps(first, allow_nan=False) == json.dumps(second)
-    keys = "objective max_gpus deadline_seconds budget_usd tried ruled_out notes note_reasons considered"
+    keys = "objective max_gpus deadline_seconds budget_usd probability tried ruled_out notes note_reasons considered"
     assert set(first) == set(keys.split())
+    assert first["probability"] is None, "without a limit of time or dollars"
 
 
 def test_the_scaling_curve_starts_at_one_and_leaves_out_what_has_no_plan() -> None:
