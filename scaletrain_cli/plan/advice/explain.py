@@ -10,7 +10,17 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from scaletrain_cli.plan.advice.explain_speed import speed_questions
-from scaletrain_cli.plan.advice.explanation import Question, Row, distinct, modes, on_one_rank, row, sized
+from scaletrain_cli.plan.advice.explanation import (
+    Question,
+    Row,
+    at_best_micro_batch,
+    distinct,
+    modes,
+    on_one_rank,
+    row,
+    sized,
+    varied,
+)
 from scaletrain_cli.plan.block_graph import backward_products
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
@@ -140,7 +150,7 @@ def _one_rank(spec: RunSpec, alone: list[Candidate], device: Accelerator) -> Que
 def _sharded(spec: RunSpec, base: Layout, device: Accelerator) -> Iterator[Candidate]:
     for stage in _stages(spec):
         for mode in modes(spec):
-            candidate = sized(spec, base, device, zero_stage=stage, activation_checkpointing=mode)
+            candidate = at_best_micro_batch(spec, base, device, zero_stage=stage, activation_checkpointing=mode)
             if candidate:
                 yield candidate
 
@@ -153,7 +163,7 @@ def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Ac
         verdict = Reason("plan.batch-does-not-divide", {"batch": batch, "samples": spec.samples, "ranks": world})
         return Question("sharding", question, (), False, (verdict,), (Reason("plan.share-sequences"),))
     fitting = [candidate for candidate in sharded if candidate.memory.fits]
-    rows = tuple(row(f"ZeRO-{c.layout.zero_stage}, recompute {c.layout.activation_checkpointing}", c) for c in sharded)
+    rows = tuple(varied(f"ZeRO-{c.layout.zero_stage}", c) for c in sharded)
     if not fitting:
         least = min(sharded, key=lambda candidate: candidate.memory.peak)
         memory = least.memory
@@ -172,20 +182,16 @@ def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Ac
 
 def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, needed: bool) -> Iterator[Question]:
     """Yield the question about tensor parallelism within a node. ``needed``: the run does not fit without it."""
-    degrees = _within_node(spec)
-    pairs = [(d, sized(spec, base, device, tensor_parallel=d, zero_stage=_lowest(spec))) for d in degrees]
-    pairs += [
-        (d, sized(spec, base, device, tensor_parallel=d, zero_stage=_lowest(spec), activation_checkpointing="full"))
-        for d in degrees
-        if base.activation_checkpointing != "full"
-    ]
-    found = [candidate for _, candidate in sorted(pairs, key=lambda pair: pair[0]) if candidate]
+    found = []
+    for degree in _within_node(spec):
+        for mode in dict.fromkeys((base.activation_checkpointing, "full")):
+            changes = {"tensor_parallel": degree, "zero_stage": _lowest(spec), "activation_checkpointing": mode}
+            found.append(at_best_micro_batch(spec, base, device, **changes))
+    found = [candidate for candidate in found if candidate]
     if not found:
         return
     fits = any(candidate.memory.fits for candidate in found)
-    rows = distinct(
-        [row(f"tensor {c.layout.tensor_parallel}, recompute {c.layout.activation_checkpointing}", c) for c in found]
-    )
+    rows = distinct([varied(f"tensor {c.layout.tensor_parallel}", c) for c in found])
     verdict = Reason("plan.yes") if fits else Reason("plan.node-too-small", {"gpus": spec.cluster.gpus_per_node})
     follows = [] if fits else [Reason("plan.cut-into-stages")]
     if not needed:

@@ -51,6 +51,27 @@ def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) ->
     return None if any(broken_rules(unpinned, Axes.of(changed))) else evaluate(spec, changed, device)
 
 
+def at_best_micro_batch(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) -> Candidate | None:
+    """Return ``sized`` with the fastest micro-batch that fits; with the smallest if none does."""
+    best, size = None, 1
+    while size <= layout.global_batch_size:
+        candidate = sized(spec, layout, device, micro_batch_size=size, **changes)
+        if candidate is None or (best and not candidate.memory.fits):
+            break
+        best = min(best or candidate, candidate, key=lambda each: each.time.step)
+        if not candidate.memory.fits:
+            break
+        size *= 2
+    return best
+
+
+def varied(name: str, candidate: Candidate) -> "Row":
+    """Return a row with the layout's recomputation and micro-batch in its name."""
+    size = candidate.layout.micro_batch_size
+    given = f", micro {size}" if size > 1 else ""
+    return row(f"{name}, recompute {candidate.layout.activation_checkpointing}{given}", candidate)
+
+
 def row(name: str, candidate: Candidate, note: Reason | None = None) -> "Row":
     """Return a row with the memory and step time of a layout."""
     memory = candidate.memory

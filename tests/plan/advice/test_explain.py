@@ -57,6 +57,15 @@ def test_a_model_whose_layers_must_be_split_gets_every_question() -> None:
     assert real.seconds == plan.time.bubble
 
 
+def test_a_layout_takes_as_long_in_an_explanation_as_planned_alone() -> None:
+    sizes = {"cluster__nodes": 16, "training__global_batch_size": 1024}
+    _, questions = explained(spec_of("llama-70b", **sizes))
+    alone = make_plan(spec_of("llama-70b", **sizes, layout__zero_stage=3, layout__activation_checkpointing="full"))
+    (found,) = [row for row in questions["sharding"].rows if row.name.startswith("ZeRO-3, recompute full")]
+    assert alone.layout.micro_batch_size > 1
+    assert found.seconds == pytest.approx(alone.time.step, rel=0.02)
+
+
 def test_every_table_of_variants_has_the_chosen_layout() -> None:
     plan, questions = explained(spec_of("llama-7b", cluster__nodes=4))
     for key in ("micro_batch", "recomputation", "winner"):
