@@ -1,7 +1,7 @@
 import statistics
 
 import pytest
-from goodput import LARGER, Costs, costs_of, simulated
+from goodput import AT_PUBLISHED_RATE, LARGER, PUBLISHED, Costs, costs_of, simulated
 
 from scaletrain_cli.plan.reliability.durability import best_interval_steps, expected_goodput
 
@@ -36,6 +36,18 @@ def test_the_mean_goodput_is_that_of_the_plan(costs: Costs) -> None:
     planned = expected_goodput(interval * costs.step, costs.save, costs.blocked, costs.restart, 1 / between)
     shares = [simulated(costs, between, 10 * DAY, seed).share for seed in range(6)]
     assert statistics.fmean(shares) == pytest.approx(planned, abs=0.01)
+
+
+def test_interruptions_at_even_distances_lose_a_restart_each() -> None:
+    free = Costs(step=1.0, save=0.0, blocked=0.0, restart=100.0)
+    found = simulated(free, 1000.0, 10_000.0, seed=0, limits=(1000.0, 1000.0))
+    assert found.restore == pytest.approx(10 * 100, rel=0.01)
+    assert found.share == pytest.approx(0.9, abs=0.01)
+
+
+def test_copies_in_host_memory_keep_more_at_a_published_rate_of_failures() -> None:
+    copied, stored, _ = (simulated(costs, 3600.0, DAY, 0, PUBLISHED).share for costs in AT_PUBLISHED_RATE.values())
+    assert copied > 0.95 > stored
 
 
 def test_costs_are_read_from_the_journals_of_a_run_that_was_killed_once() -> None:
