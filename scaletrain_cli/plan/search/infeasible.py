@@ -39,6 +39,7 @@ def suggestions(spec: RunSpec) -> list[Problem]:
     least = smallest_memory(relaxed, device)
     if not found and least and least.memory.fits:
         found.append(_would_fit(relaxed, device, "layout", describe(least.layout), least))
+    found += _pipeline_split(relaxed, device)
     found += _context_ranks(relaxed, device)
     found += _beyond_this_engine(relaxed, device)
     found += _fewest_gpus(relaxed, device)
@@ -88,6 +89,33 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
         yield "training.precision", "bf16"
     elif spec.training.grad_dtype == "fp32":
         yield "training.grad_dtype", "bf16"
+
+
+def _pipeline_split(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
+    """Yield the first division of blocks over pipeline stages by memory, not by time, with which the run fits."""
+    if "pipeline_parallel" not in capabilities(spec).axes or spec.layout.pipeline_split:
+        return
+    for degree in degrees_to_try(spec, "pipeline_parallel", RejectionCounts()):
+        changed = _changed(spec, "layout.pipeline_parallel", degree)
+        least = smallest_memory(changed, device) if degree > 1 else None
+        if least is None or least.layout.virtual_pipeline > 1:
+            continue
+        split = list(framework_of(spec).pipeline_split(changed, degree))
+        while not least.memory.fits and max(split) > 1:
+            peaks = [stage.peak for stage in least.memory.by_stage]
+            split[peaks.index(max(peaks))] -= 1
+            split[peaks.index(min(peaks))] += 1
+            if min(split) < 1:
+                break
+            changed = _changed(changed, "layout.pipeline_split", tuple(split))
+            moved = Sized(least.layout, workload_of(spec.model).memory(changed, least.layout, device))
+            if moved.memory.peak >= least.memory.peak:
+                break
+            least = moved
+        if least.memory.fits and changed.layout.pipeline_split:
+            value = f"{{pipeline_parallel: {degree}, pipeline_split: {split}}}"
+            yield _would_fit(changed, device, "layout", value, least)
+            return
 
 
 def _context_ranks(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """A run that does not fit is an error with its memory, and with changes that make it fit."""
 
 import pytest
+import yaml
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.plan import PlanInfeasibleError, make_plan
@@ -73,6 +74,22 @@ def test_a_run_that_no_change_makes_fit_says_so() -> None:
 
 def test_a_batch_that_does_not_divide_has_no_plan_to_show() -> None:
     assert refusal(spec_of("gpt2", training__global_batch_size=100, **DATA_ALONE)).plan is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "vocab", "stages"), [("mistral-7b", 131_072, 4), ("llama-7b", 250_880, 2)], ids=["in steps", "in two"]
+)
+def test_a_pipeline_that_fits_if_its_blocks_are_divided_by_memory_is_suggested(
+    preset: str, vocab: int, stages: int
+) -> None:
+    sizes = {"cluster__gpu": "a10g-24gb", "model__seq_len": 2048, "model__vocab_size": vocab}
+    with pytest.raises(PlanInfeasibleError) as refused:
+        make_plan(spec_of(preset, **sizes, training__precision="fp16", layout__pipeline_parallel=stages))
+    (found,) = [problem for problem in refused.value.problems if "pipeline_split" in str(problem.given)]
+    given = yaml.safe_load(str(found.given))
+    assert given["pipeline_parallel"] == stages
+    named = {f"layout__{key}": value for key, value in given.items()}
+    assert make_plan(spec_of(preset, **sizes, training__precision="fp16", **named)).memory.fits
 
 
 def test_context_ranks_are_suggested_for_long_sequences() -> None:
