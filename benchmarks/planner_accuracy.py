@@ -54,7 +54,8 @@ def main() -> int:
     if not directory.is_dir():
         parser.error(f"{directory} is not a directory")
     if options.leave_one_out:
-        print(*left_out.lines(left_out.leave_one_out(deepspeed_runs.TABLE, directory)), sep="\n")
+        print(*left_out.lines(left_out.leave_one_out(deepspeed_runs.TABLE, directory)), "", sep="\n")
+        print(*left_out.without_each_constant(deepspeed_runs.TABLE, directory), sep="\n")
         return 0
     wanted = set(options.set or options.rows or names) | set(options.rows or [])
     chosen = [truth_set for truth_set in SETS if truth_set.name in wanted]

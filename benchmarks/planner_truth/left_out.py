@@ -33,6 +33,17 @@ _LARGEST = {"zero_3_overlap": 1.0, "reduce_overlap": 1.0}
 Scales = tuple[float, ...]
 
 
+# What each constant would be if nothing were known of it: no limit, full overlap, no host seconds.
+NEUTRAL = {
+    "zero_3_most": math.inf,
+    "zero_3_overlap": 1.0,
+    "gather_host": 0.0,
+    "pipeline_host": 0.0,
+    "reduce_overlap": 1.0,
+    "thread_bandwidth": math.inf,
+}
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """One source: the mean absolute errors with the planner's constants, and with those fitted without the source.
@@ -92,6 +103,42 @@ def leave_one_out(table: Table, directory: Path) -> tuple[LeftOut, ...]:
             )
         )
     return tuple(found)
+
+
+def without_each_constant(table: Table, directory: Path) -> Iterator[str]:
+    """Yield a table: the mean over sources of the absolute logarithm of planned / measured without each constant.
+
+    Beside it the sources whose error changes by more than 0.01, as with the constant and without.
+    """
+    judged = [row for row in judge(table, directory).rows if row.measured.step_seconds]
+    devices = [find_accelerator(row.case.spec.cluster) for row in judged]
+
+    def errors() -> dict[str, float]:
+        found: dict[str, list[float]] = {}
+        for row, device in zip(judged, devices, strict=True):
+            run = _timed(row, device)
+            found.setdefault(run.source, []).append(abs(math.log(run.ratio)))
+        return {source: statistics.fmean(values) for source, values in found.items()}
+
+    known = errors()
+    yield f"| all constants | {statistics.fmean(known.values()):.3f} | |"
+    for name in CONSTANTS:
+        profile, bandwidth = DeepSpeed.profile, offload.THREAD_BANDWIDTH
+        try:
+            if name == "thread_bandwidth":
+                offload.THREAD_BANDWIDTH = NEUTRAL[name]
+            else:
+                DeepSpeed.profile = replace(profile, **{name: NEUTRAL[name]})
+            found = errors()
+        finally:
+            DeepSpeed.profile, offload.THREAD_BANDWIDTH = profile, bandwidth
+        changed = (f"{source} {known[source]:.2f} → {found[source]:.2f}" for source in sorted(known))
+        moved = [text for source, text in zip(sorted(known), changed, strict=True) if _moves(known, found, source)]
+        yield f"| without `{name}` | {statistics.fmean(found.values()):.3f} | {', '.join(moved)} |"
+
+
+def _moves(known: Mapping[str, float], found: Mapping[str, float], source: str) -> bool:
+    return abs(found[source] - known[source]) > 0.01
 
 
 def _timed(row: Judged, device: Accelerator) -> _Run:

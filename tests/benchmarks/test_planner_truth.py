@@ -322,5 +322,8 @@ def test_leaving_out_prints_each_source_and_both_means(
     write(tmp_path, deepspeed_runs.TABLE.file, DEEPSPEED, DEEPSPEED | {"set": "two"})
     monkeypatch.setattr(sys, "argv", ["planner_accuracy.py", "--truth", str(tmp_path), "--leave-one-out"])
     assert planner_accuracy.main() == 0
-    starts = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    table, _, constants = capsys.readouterr().out.partition("\n\n")
+    starts = [line.split("  ")[0] for line in table.splitlines()]
     assert starts == ["source left out", "one", "two", "all rows", "mean over sources"]
+    named = [line.split(" | ")[0] for line in constants.splitlines()]
+    assert named == ["| all constants", *(f"| without `{name}`" for name in left_out.CONSTANTS)]
