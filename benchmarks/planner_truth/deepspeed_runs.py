@@ -147,7 +147,8 @@ def _zero_stage(row: Mapping[str, str]) -> int:
 
 def _configured_stage(row: Mapping[str, str]) -> int:
     """Return the stage of DeepSpeed's configuration, which notes may have beside that of the column."""
-    found = re.findall(r"; printed stage (\d)", row["notes"]) or re.findall(r"\d", row["dp_sharding"])
+    printed = r"; (?:printed stage|stage (?=\d printed))\s*(\d)"
+    found = re.findall(printed, row["notes"]) or re.findall(r"\d", row["dp_sharding"])
     return int(found[0]) if found else 0
 
 
@@ -164,7 +165,7 @@ def _attention(row: Mapping[str, str]) -> str:
     """Return the kernel of attention: that of the notes, or that which the versions of the program choose."""
     printed = [versions for page, versions in _VERSIONS.items() if page in row["source"]]
     words = " ".join([row["notes"], row["source"], *printed]).lower()
-    if _unfused(row["notes"].lower()):
+    if _unfused(row["notes"].lower()) or (row["gpu"] == "V100" and is_megatron(row)):  # FlashAttention needs Ampere
         return "materialised"
     if re.search(r"flash[- ]?att(ention|n)[- ]?v?3|\bfa3\b", words):
         return "flash3"

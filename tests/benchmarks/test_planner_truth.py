@@ -314,6 +314,19 @@ def test_a_source_is_scored_with_constants_fitted_on_the_others(tmp_path: Path) 
     assert first.fitted_rows == 1
 
 
+@pytest.mark.parametrize(("said", "stage"), [("printed stage 0", 0), ("stage 0 printed", 0), ("8 nodes", 1)])
+def test_the_configured_stage_is_that_of_the_notes(said: str, stage: int) -> None:
+    empty = dict.fromkeys(deepspeed_runs.TABLE.input_columns, "")
+    case = deepspeed_runs.build(empty | DEEPSPEED | {"dp_sharding": "ZeRO-1", "notes": f"a table; {said}"})
+    assert case.spec.training.grad_dtype == ("fp32" if stage == 0 else "bf16")
+
+
+def test_megatron_has_no_flash_attention_on_volta() -> None:
+    row = dict.fromkeys(deepspeed_runs.TABLE.input_columns, "") | DEEPSPEED | {"notes": "Megatron-DeepSpeed"}
+    found = {gpu: deepspeed_runs.build({**row, "gpu": gpu}).spec.planner.attention for gpu in ("V100", "A100")}
+    assert found == {"V100": "materialised", "A100": "flash"}
+
+
 def test_leaving_out_prints_each_source_and_both_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
