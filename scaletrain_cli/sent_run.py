@@ -71,7 +71,8 @@ SENT_RUN = "SCALETRAIN_SENT_RUN"
 
 @dataclass(frozen=True)
 class Sent:
-    """What came with a command line that another machine has sent. ``here``: there is such a machine.
+    """What came with a command line that another machine has sent. ``here``: there is such a machine, which has this
+    ``version`` and calls this one the login node of ``cluster``.
 
     ``clusters``: a clusters file with the cluster that the user named, which replaces the file of this machine.
     ``spec``: the path of the spec on that machine, for errors. ``run``: a file with the run as that machine has it
@@ -82,6 +83,8 @@ class Sent:
     clusters: Path | None
     spec: str | None
     run: Path | None = None
+    version: str | None = None
+    cluster: str = ""
 
 
 @functools.cache
@@ -90,4 +93,6 @@ def sent() -> Sent:
     names = (ON_LOGIN_NODE, SENT_CLUSTERS, SENT_SPEC, SENT_RUN)
     here, clusters, spec, run = (os.environ.pop(name, None) for name in names)
     is_here = here is not None or bool(run)
-    return Sent(is_here, Path(clusters) if clusters else None, spec or None, Path(run) if run else None)
+    version, _, cluster = (here or "").partition(" ")
+    files = (Path(clusters) if clusters else None, spec or None, Path(run) if run else None)
+    return Sent(is_here, *files, version or None, cluster)

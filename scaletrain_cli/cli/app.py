@@ -36,6 +36,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("schema", "Print the JSON Schema of the run spec, for editors."),
         Verb("doctor", "Check the environment: packages, hardware, schedulers, disk."),
         Verb("mcp", "Serve verbs to agents over the Model Context Protocol."),
+        Verb("cluster", "Set up a cluster that this machine reaches by ssh: install ScaleTrain on its login node."),
         Verb("image", "Write a Containerfile for training pods from a lock file."),
         Verb("preflight", "Measure devices, memory and links of the nodes with a short job."),
         Verb("rehearse", "Try a run for minutes on its nodes: labels, learning rate, speed, checkpoints."),

@@ -52,7 +52,14 @@ def run_on_login_node(words: Sequence[str]) -> int | None:
     Raises SchedulerError if the node cannot be reached, and SpecError or UsageError for what is wrong before that.
     """
     own = words[: words.index("--")] if "--" in words else words  # not those of the command of `exec`
-    if sent().here or {"--help", "-h"} & set(own):
+    if sent().here:
+        if sent().version not in (None, __version__):
+            from scaletrain_cli.ui.console import warn
+
+            params = {"there": sent().version, "here": __version__, "cluster": sent().cluster}
+            warn(sentences(Reason("login_node.other-version", params)))
+        return None
+    if {"--help", "-h"} & set(own):
         return None
     verb = next((word for word in words if not word.startswith("-")), "")
     names_cluster = any(word == "--cluster" or word.startswith("--cluster=") for word in own)
@@ -145,11 +152,9 @@ def _with_bundle(
         words = line.with_word(str(spec[0]), f"{bundle.folder}/{shlex.quote(bundle.spec)}")
     added = [*options, *(["--set", f"code.path={bundle.code_folder}"] if snapshot is not None else ())]
     words[len(line.verb) : len(line.verb)] = added  # before a --
-    there = send(node, bundle)
+    send(node, bundle)
     new = None if any(run.run_id == name for run in sent_runs()) else entry
     try:
-        if there != __version__:
-            warn(f"{node.ssh} has ScaleTrain {there}, this machine {__version__}")
         if new is not None:
             remember(new)  # before the request, whose answer may be lost
             say(f"sent to {node.ssh} as {name}")

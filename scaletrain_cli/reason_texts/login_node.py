@@ -15,7 +15,38 @@ TEXTS: Texts = {
     ),
     "not-installed": (
         "{command} does not exist on {host}",
-        "Install ScaleTrain there, and set clusters.{cluster}.host.scaletrain to the path of the command",
+        "Install it there: scaletrain cluster setup {cluster}. Or set clusters.{cluster}.host.scaletrain to its path",
+    ),
+    # ---- scaletrain cluster setup ----------------------------------------------------------------------------------
+    "other-version": (
+        "the login node of {cluster} has ScaleTrain {here}, and the machine that sent this {there}",
+        "scaletrain cluster setup {cluster} installs that of the machine where it is called",
+    ),
+    "setup-without-host": (
+        "the cluster {cluster} of {file} has no login node, so that its verbs run on this machine",
+        "Add clusters.{cluster}.host, the destination for ssh",
+    ),
+    "not-a-package": (
+        "this ScaleTrain was not installed by pip, so that it cannot be sent to a login node",
+        "pip install -e . in its checkout",
+    ),
+    "no-python": (
+        "{host} has no Python of version 3.10 or later with the module venv; {said}",
+        "Name one: scaletrain cluster setup {cluster} --python PATH. Sites often have one behind `module avail python`",
+    ),
+    "not-writable": (
+        "{folder} on {host} cannot be written: {said}",
+        "See rights, quota and free space there (quota -s; df -h ~), then repeat the command. The folder may be a link "
+        "to another file system",
+    ),
+    "not-installable": (
+        "pip failed on {host}: {said}",
+        "Without a network there, let pip use an index or a folder of the site: ~/.config/pip/pip.conf with index-url, "
+        "or with no-index and find-links. `pip download` elsewhere fills such a folder. Then repeat the command",
+    ),
+    "setup-cut": (
+        "ssh to {host} failed, or was cut: {said}",
+        "Repeat the command: it continues, and waits for what still runs there",
     ),
     # ---- what is sent ----------------------------------------------------------------------------------------------
     "config-outside": (

@@ -35,7 +35,8 @@ _HOST_KEYS = ("ssh", "scaletrain", "folder", "runs")
 
 @dataclass(frozen=True)
 class LoginNode:
-    """The login node of a cluster. ``ssh``: a destination or alias of ssh; ``scaletrain``: the command there.
+    """The login node of a cluster. ``ssh``: a destination or alias of ssh; ``scaletrain``: the command there, None for
+    that of `scaletrain cluster setup`, or else the one on its PATH.
 
     ``folder``: its working folder, to which relative paths of a spec refer; ``runs``: its runs root, None for the
     default there. A ``~`` in front is the home folder there.
@@ -43,7 +44,7 @@ class LoginNode:
 
     cluster: str
     ssh: str
-    scaletrain: str = "scaletrain"
+    scaletrain: str | None = None
     folder: str = "~"
     runs: str | None = None
 

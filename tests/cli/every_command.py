@@ -13,7 +13,7 @@ from tests.cli.command_line import SMALL
 
 # What stands for an argument or an option that a command needs, by the name that its help gives it.
 VALUES = dict.fromkeys(("SPEC", "SPEC|RUN", "SPEC|DATASET|RUN"), str(SMALL))
-VALUES |= {"RUN": "r1", "DIR": "out", "URL": "s3://bucket/data", "PROMPT": "Hi"}
+VALUES |= {"RUN": "r1", "DIR": "out", "URL": "s3://bucket/data", "PROMPT": "Hi", "NAME": "lab"}
 # Options that make a command that would wait, ask or start something end by itself.
 ALSO = {"init": ["-o", "new.yaml"], "drill": ["--list"], "rm": ["--yes"], "preflight": ["--yes"], "submit": ["--yes"]}
 ALSO |= {"watch": ["--once"], "report": ["-o", "report.html"], "rehearse": ["--yes"]}

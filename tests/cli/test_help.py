@@ -16,6 +16,7 @@ VERBS = [verb.name for verbs in GROUPS.values() for verb in verbs]
 IN_GROUPS = {
     "data": ("prepare", "show", "stats", "upload"),
     "notify": ("test", "list", "send"),
+    "cluster": ("setup",),
     "nodes": ("list", "clear"),
     "checkpoint": ("list", "mirror", "verify", "export", "average", "sample", "prune"),
     "evaluation": ("submit", "list", "show"),

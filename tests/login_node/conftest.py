@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import forked
@@ -47,6 +48,12 @@ class Site:
     def scaletrain(self, *words: str, sent: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command line on the laptop."""
         return forked.scaletrain(*words, folder=self.here, sent=sent or "")
+
+    def cut(self) -> None:
+        """Cut all connections, as a network does: the server's processes of them end at once."""
+        for child in psutil.Process(self.server.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from scaletrain_cli import __version__
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.code import Snapshot, pack_snapshot
@@ -34,6 +35,8 @@ _LONGEST_SOCKET = 107  # bytes of a Unix socket's path
 _SOCKET_NAME = 40 + 1 + 16  # %C, and the suffix while ssh creates it
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 _SHARED_FOR_SECONDS = 600
+FOLDER_OF_SETUP = "~/.local/share/scaletrain"
+COMMAND_OF_SETUP = f"{FOLDER_OF_SETUP}/scaletrain"
 
 
 def shell_path(path: str) -> str:
@@ -45,10 +48,16 @@ def shell_path(path: str) -> str:
 
 def scaletrain_command(node: LoginNode, words: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
     """Return the shell command of a verb on the login node; ``words`` and the values of ``variables`` are quoted."""
-    settings = {ON_LOGIN_NODE: "1", **(variables or {})}
+    settings = {ON_LOGIN_NODE: shlex.quote(f"{__version__} {node.cluster}"), **(variables or {})}
     if node.runs is not None:
         settings["SCALETRAIN_RUNS"] = shell_path(node.runs)
-    return " ".join([*(f"{name}={value}" for name, value in settings.items()), shell_path(node.scaletrain), *words])
+    return " ".join([*(f"{name}={value}" for name, value in settings.items()), _command_there(node), *words])
+
+
+def _command_there(node: LoginNode) -> str:
+    if node.scaletrain is not None:
+        return shell_path(node.scaletrain)
+    return f'"$(command -v {shell_path(COMMAND_OF_SETUP)} || echo scaletrain)"'
 
 
 def run_interactively(node: LoginNode, script: str, *, of_command: bool = False) -> int:
@@ -86,7 +95,7 @@ def output_of(node: LoginNode, script: str, sent: bytes = b"") -> str:
 
 
 def _not_installed(node: LoginNode) -> SchedulerError:
-    params = {"host": node.ssh, "command": node.scaletrain, "cluster": node.cluster}
+    params = {"host": node.ssh, "command": node.scaletrain or "scaletrain", "cluster": node.cluster}
     return SchedulerError(Reason("login_node.not-installed", params))
 
 
@@ -179,8 +188,8 @@ def make_bundle(
     )
 
 
-def send(node: LoginNode, bundle: Bundle) -> str:
-    """Place the files on the login node and return the version of ScaleTrain there. Raises SchedulerError."""
+def send(node: LoginNode, bundle: Bundle) -> None:
+    """Place the files on the login node. Raises SchedulerError, also if it has no ScaleTrain."""
     place, code = bundle.folder, bundle.code_folder
     unpacked = {f"here/{path}": data for path, data in bundle.files.items()}
     unpacked |= {f"{_CODE}/{path}": data for path, data in bundle.code.items()}
@@ -196,9 +205,9 @@ def send(node: LoginNode, bundle: Bundle) -> str:
     ]
     if bundle.code:
         steps += [f"rm -rf {code}", f"mv {place}.new/{_CODE} {code}"]
-    steps += [f"rm -rf {place}.new", scaletrain_command(node, ["--version"])]
+    steps += [f"rm -rf {place}.new", f"(command -v {_command_there(node)} >/dev/null || exit {_NOT_FOUND})"]
     failed = f"{{ code=$?; rm -rf {place} {place}.new; exit $code; }}"
-    return output_of(node, f"{' && '.join(steps)} || {failed}", _tar(unpacked)).strip().removeprefix("scaletrain ")
+    output_of(node, f"{' && '.join(steps)} || {failed}", tar_of(unpacked))
 
 
 def remove(node: LoginNode, bundle: Bundle) -> None:
@@ -247,7 +256,8 @@ def _configs(file: Path, text: bytes, overrides: Sequence[str]) -> dict[str, byt
     return found
 
 
-def _tar(files: Mapping[str, bytes]) -> bytes:
+def tar_of(files: Mapping[str, bytes]) -> bytes:
+    """Return a tar archive with the files, by their paths."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for path, data in files.items():

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from scaletrain_cli import __version__
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
@@ -444,7 +445,7 @@ def test_logs_of_a_run_that_is_over_are_those_of_its_files_where_a_part_was_fetc
 @pytest.mark.long
 def test_a_login_node_without_the_volume_sees_files(run: RunDir, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     running(api)
-    monkeypatch.setenv("SCALETRAIN_ON_LOGIN_NODE", "1")
+    monkeypatch.setenv("SCALETRAIN_ON_LOGIN_NODE", f"{__version__} site")
     status = json.loads(subprocess_of("status", "r1", "--json")["out"])
     assert (status["files_seen"], status["step"]) == (True, 40)
 

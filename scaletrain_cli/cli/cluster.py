@@ -1,0 +1,66 @@
+"""`scaletrain cluster`: set up a cluster that this machine reaches by ssh."""
+
+from typing import Annotated
+
+import typer
+
+from scaletrain_cli import __version__
+from scaletrain_cli.cli.options import AsJson, complete_cluster, describe, verb_group
+from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.ui.console import say
+from scaletrain_cli.ui.json import print_json
+
+app = verb_group("Set up a cluster that this machine reaches by ssh.")
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
+# What a run needs on the machine that submits it; the nodes of Slurm use the same environment.
+_EXTRAS = {"slurm": "train,slurm", "kubernetes": "k8s"}
+
+
+@app.command(epilog=describe(EXIT_CODES))
+def setup(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Cluster in clusters.yaml.", autocompletion=complete_cluster, show_default=False
+        ),
+    ],
+    extras: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Extras to install, as train,slurm (default: by the scheduler).", show_default=False
+        ),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Python there (default: the first of version 3.10 or later).", show_default=False
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Install this ScaleTrain on the login node of a cluster, in a virtual environment of its own.
+
+    Repeat it after an update, or if the connection was cut. Nothing is done if the same is there already.
+    """
+    from scaletrain_cli.launch.login_node.installation import install
+    from scaletrain_cli.launch.login_node.ssh import COMMAND_OF_SETUP
+    from scaletrain_cli.spec.clusters_file import choose_cluster, clusters_file
+
+    cluster = choose_cluster(name)
+    assert cluster is not None
+    node, scheduler = cluster.login_node, str(cluster.entries.get("scheduler", "slurm"))
+    if node is None:
+        raise UsageError(Reason("login_node.setup-without-host", {"cluster": name, "file": str(clusters_file())}))
+    chosen = [extra for extra in (_EXTRAS.get(scheduler, "train") if extras is None else extras).split(",") if extra]
+    say(f"installing ScaleTrain {__version__} on {node.ssh}; with torch it takes some minutes")
+    is_new = install(node, chosen, python)
+    say(f"{COMMAND_OF_SETUP} on {node.ssh} {'is ready' if is_new else 'was there already'}")
+    is_used = node.scaletrain in (None, COMMAND_OF_SETUP)
+    if is_used:
+        say(f"verbs with --cluster {name} use it")
+    else:
+        say(f"verbs with --cluster {name} use {node.scaletrain}: take clusters.{name}.host.scaletrain out of the file")
+    answer = {"cluster": name, "host": node.ssh, "command": COMMAND_OF_SETUP, "version": __version__, "extras": chosen}
+    if as_json:
+        print_json(answer | {"installed": is_new, "used": is_used})
