@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 _WITH_SPEC = ("submit", "rehearse", "validate", "preflight")
 _OF_RUNS = (
     *("status", "watch", "diagnose", "profile", "report", "explain", "logs", "events", "notify", "checkpoint"),
-    *("evaluation", "cancel", "rm", "resume", "recover", "exec", "shell", "port-forward"),
+    *("evaluation", "cancel", "rm", "resume", "recover", "exec", "shell", "port-forward", "data", "plan"),
 )
+_REFUSED = {("port-forward",): "no-port-forward", ("plan",): "no-calibration"}  # with what to do there
 # After these, nothing is queued there under the id of a new submission; after the last one, that is to be seen.
 _NOT_SUBMITTED, _INTERRUPTED = (ExitCode.USAGE, ExitCode.INFEASIBLE), 130
 
@@ -190,9 +191,11 @@ def _about_run(words: Sequence[str]) -> int | None:
     if not sent_runs():
         return None
     line = parsed(words)
-    key = "runs" if "runs" in line.params else "run"
+    key = next((name for name in ("runs", "run", "target", "calibrate") if name in line.params), "")
     given = line.params.get(key)
     names = [given] if isinstance(given, str) else list(given or ())
+    if key == "target" and os.path.isfile(names[0] if names else "-"):
+        return None  # a spec
     if not names:
         newest = sent_runs()[-1]
         if key != "run" or newest.submitted <= max((run.record.stat().st_mtime for run in list_runs()), default=0.0):
@@ -222,9 +225,10 @@ def _at(run: SentRun, line: CommandLine, added: Sequence[str] = ()) -> int:
         raise UsageError(Reason("login_node.no-host", {"cluster": run.cluster, "run": run.run_id}))
     if line.verb == ("resume",):
         return _resume(run, cluster, line)
-    if line.verb == ("port-forward",):
-        params = {"host": cluster.login_node.ssh, "run": run.run_id, "command": cluster.login_node.scaletrain}
-        raise UsageError(Reason("login_node.no-port-forward", params))
+    if line.verb in _REFUSED:
+        node = cluster.login_node
+        params = {"host": node.ssh, "run": run.run_id, "command": node.scaletrain or "scaletrain"}
+        raise UsageError(Reason(f"login_node.{_REFUSED[line.verb]}", params))
     if line.verb == ("report",) and line.params.get("output") is not None:
         return _report(cluster.login_node, line)
     of_command = line.verb in (("exec",), ("shell",))

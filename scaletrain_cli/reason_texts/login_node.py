@@ -62,6 +62,10 @@ TEXTS: Texts = {
         "{run} is on the cluster of {host}, whose nodes this machine does not reach",
         "Forward the port there too: ssh -L PORT:127.0.0.1:PORT {host} {command} port-forward {run} PORT",
     ),
+    "no-calibration": (
+        "{run} is on the cluster of {host}, and `plan` runs on this machine",
+        "Calibrate there, where `submit` plans its runs: ssh {host} {command} plan SPEC --calibrate {run}",
+    ),
     # ---- the runs --------------------------------------------------------------------------------------------------
     "several-runs": ("{name} matches several runs on login nodes: {runs:list}", "Use a longer prefix"),
     "several-places": (

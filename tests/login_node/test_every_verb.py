@@ -1,0 +1,47 @@
+"""Every verb that takes a run works for one on a login node, or says what to do there."""
+
+import pytest
+
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember
+from tests.cli.every_command import ALL, OF_A_RUN
+from tests.login_node.conftest import Site
+
+# Needs a target: a spec, or a run.
+WITH_TARGET = [words for words, command in ALL.items() if any("|RUN" in (p.metavar or "") for p in command.params)]
+RUN_ONLY = [words for words in OF_A_RUN if words != ("plan",)]
+assert len(RUN_ONLY) > 20
+MORE = {("checkpoint", "export"): ["out"], ("checkpoint", "average"): ["out"], ("checkpoint", "sample"): ["Hi"]}
+MORE |= {("exec",): ["--", "hostname"]}
+
+
+@pytest.fixture
+def away(site: Site) -> Site:
+    """The login node of a run, whose command prints its words."""
+    remember(SentRun("away-1", "site", 1.0))
+    (site.home / "scaletrain").write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
+    return site
+
+
+def test_every_verb_runs_where_its_run_is(away: Site) -> None:
+    answers = {}
+    for words in [*RUN_ONLY, *WITH_TARGET, ("exec",), ("shell",)]:  # over one connection
+        done = away.scaletrain(*words, "away", *MORE.get(words, []))
+        answers[words] = (done.returncode, done.stdout[: len(" ".join(words)) + 5])
+    assert answers == {words: (ExitCode.DONE, "|".join((*words, "away"))) for words in answers}
+
+
+@pytest.mark.parametrize("words", [["port-forward", "away", "6006"], ["plan", "run.yaml", "--calibrate", "away"]])
+def test_a_verb_that_cannot_run_there_says_what_to_do(away: Site, words: list[str]) -> None:
+    refused = away.scaletrain(*words)
+    assert refused.returncode == ExitCode.USAGE
+    assert "login.site" in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_a_spec_is_not_taken_for_a_run_on_a_login_node(away: Site) -> None:
+    (away.here / "away").write_text("name: x\n")
+    for verb in (["data", "show"], ["data", "stats"], ["notify", "test"]):
+        here = away.scaletrain(*verb, "away")
+        assert (here.returncode, here.stdout) == (ExitCode.USAGE, "")
+        assert "away: 4 problems in the run spec" in here.stderr
