@@ -4,7 +4,8 @@ CPU (user + system, children included), not wall time, so that a busy machine do
 is the median of nine runs, taken in turns. The 200 runs are of this machine's scheduler and have ended, each with 500
 lines of metrics and its checkpoints. `python benchmarks/command_cost.py --repeat 3 --runs 50` is the short form.
 `--many 10000 --repeat 1` prints instead what verbs cost beside that many runs, and of a run of 1,000 attempts and
-200,000 events: a verb of some runs must not cost as much as all of them.
+200,000 events: a verb of some runs must not cost as much as all of them. `--ssh` prints wall time instead: of verbs
+through a login node, a real sshd on this machine, beside plain ssh with the same verb over a connection that is open.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -142,13 +144,86 @@ def make_runs(root: Path, count: int) -> None:
         end_attempt(run, spec, attempt, outcome, Decision(False, ExitCode.DONE, "done"))
 
 
+OVER_SSH_TARGET_SECONDS = 0.5  # more than plain ssh
+SMALL = Path(__file__).parents[1] / "tests" / "cli" / "small.yaml"
+
+
+def compare_over_ssh(count: int, repeat: int) -> None:
+    """Print the wall time of verbs that run on a login node, and of plain ssh with the same verb."""
+    sys.path.insert(0, str(RECIPES.parent))
+    from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember
+    from scaletrain_cli.launch.login_node.ssh import command_of
+    from scaletrain_cli.spec.clusters_file import LoginNode
+    from tests.login_node.server import REAL_COMMAND, ssh_server
+
+    sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if sshd is None:
+        raise SystemExit("no sshd; on Debian: apt-get install openssh-server")
+    with tempfile.TemporaryDirectory(prefix="ssh-") as name:
+        folder = Path(name)
+        for inner in ("ssh", "bin", "config/scaletrain", "runs", "sockets"):
+            (folder / inner).mkdir(parents=True)
+        make_runs(folder / "runs", count)
+        (folder / "scaletrain").write_text(REAL_COMMAND)
+        (folder / "scaletrain").chmod(0o755)
+        host = {"ssh": "login.site", "scaletrain": f"{folder}/scaletrain", "runs": f"{folder}/runs"}
+        clusters = {"clusters": {"site": {"host": host, "scheduler": "local"}}}
+        (folder / "config/scaletrain/clusters.yaml").write_text(json.dumps(clusters), encoding="utf-8")
+        os.environ |= {
+            "XDG_CONFIG_HOME": f"{folder}/config",
+            "XDG_STATE_HOME": f"{folder}/state",
+            "SCALETRAIN_RUNS": f"{folder}/no",
+        }
+        os.environ |= {"XDG_RUNTIME_DIR": f"{folder}/sockets", "PYTHONPATH": str(RECIPES.parent)}
+        remember(SentRun("run-000", "site", time.time()))
+        there = f"SCALETRAIN_RUNS={folder}/runs {folder}/scaletrain "
+        pairs = {
+            "status": (["status", "run-000"], f"{there}status run-000"),
+            "list": (["list", "--cluster", "site"], f"{there}list"),
+            "submit --dry-run": (
+                ["submit", str(SMALL), "--cluster", "site", "--dry-run"],
+                f"{there}submit {SMALL} --dry-run",
+            ),
+        }
+        with ssh_server(sshd, folder, f"HOME={folder}"):
+            os.environ["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
+            taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in pairs}
+            for _ in range(repeat + 1):
+                for name, (words, plain) in pairs.items():
+                    commands = (
+                        [sys.executable, "-m", "scaletrain_cli", *words],
+                        command_of(LoginNode("site", **host), plain, "-T"),
+                    )
+                    for seconds, command in zip(taken[name], commands, strict=True):
+                        began = time.perf_counter()
+                        subprocess.run(
+                            command,
+                            check=True,
+                            stdin=subprocess.DEVNULL,
+                            stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL,
+                        )
+                        seconds.append(time.perf_counter() - began)
+            control = f"ControlPath={folder}/sockets/scaletrain-ssh/%C"
+            subprocess.run(["ssh", "-O", "exit", "-o", control, "login.site"], capture_output=True, check=True)
+    print(f"{count} runs there; medians of {repeat}, wall seconds")
+    print(f"{'scaletrain ...':<24}{'over ssh':>10}{'plain ssh':>11}{'more':>8}{'target':>8}")
+    for name, both in taken.items():
+        median, beside = (statistics.median(seconds[1:]) for seconds in both)  # the first one opens the connection
+        print(f"{name:<24}{median:>10.2f}{beside:>11.2f}{median - beside:>8.2f}{OVER_SSH_TARGET_SECONDS:>8.1f}")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--many", type=int, help="copies of a finished run, beside which some verbs are measured")
+    parser.add_argument("--ssh", action="store_true", help="measure verbs through a login node")
     options = parser.parse_args()
+    if options.ssh:
+        compare_over_ssh(options.runs, options.repeat)
+        return
     count = options.many or options.runs
     commands = commands_beside(count) if options.many else COMMANDS
     taken: dict[str, list[float]] = {name: [] for name in commands}

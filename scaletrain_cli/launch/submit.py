@@ -15,7 +15,9 @@ import platform
 import re
 import secrets
 import shutil
+import signal
 import string
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,6 +249,23 @@ def _begun_since(run: RunDir, request: Request) -> Submission | None:
     return Submission(request.scheduler, begun[-1].job_id, request.asked, request.first_attempt, request.revision)
 
 
+@contextlib.contextmanager
+def _through_hangups() -> Iterator[None]:
+    """Ignore that the terminal is gone, as after a cut connection: the answer of the scheduler would not be recorded.
+
+    What the block starts ignores it, too.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@_through_hangups()
 def submit_job(run: RunDir, record: RunRecord, scheduler: Backend, automatic: int = 0) -> Submission:
     """Submit the job even if the run was submitted before. The caller holds submit_lock().
 
@@ -260,6 +279,7 @@ def submit_job(run: RunDir, record: RunRecord, scheduler: Backend, automatic: in
     return _accepted(run, record, scheduler, job_id, first_attempt, text, automatic)
 
 
+@_through_hangups()
 def submit_together(
     sweep: str, runs: Sequence[tuple[RunDir, RunRecord]], scheduler: Backend, cap: int
 ) -> list[Submission]:

@@ -20,12 +20,9 @@ import pytest
 
 from tests import forked
 from tests.conftest import in_ci
-from tests.ports import reserved_port
-from tests.waiting import wait_until
+from tests.login_node.server import PROJECT, ssh_server
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-PROJECT = Path(__file__).parent.parent.parent
-REAL_COMMAND = f'#!/bin/sh\nexport PYTHONPATH={PROJECT}\nexec {sys.executable} -m scaletrain_cli "$@"\n'
 # Passes its words, variables, folder and open files to the tests, whose fork becomes the command line.
 FORKED_COMMAND = """#!{python} -SE
 import os, pickle, socket, sys
@@ -63,31 +60,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         (pytest.fail if in_ci() else pytest.skip)(reason)
     for folder in ("ssh", "bin", "config", "here", "home"):
         (tmp_path / folder).mkdir()
-    keys, home, runs = tmp_path / "ssh", tmp_path / "home", tmp_path / "runs-there"
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True)
-    shutil.copy(keys / "user.pub", keys / "authorized_keys")
-    port = reserved_port()
-    environment = f"HOME={home} SCALETRAIN_TEST_SITE=1 XDG_CONFIG_HOME={home}/config XDG_STATE_HOME={home}/state"
-    (keys / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {keys}/host\nAuthorizedKeysFile {keys}/authorized_keys\n"
-        f"StrictModes no\nUsePAM no\nPasswordAuthentication no\nPidFile none\nSetEnv {environment}\n"
-    )
-    Path("/run/sshd").mkdir(exist_ok=True)
-    with (keys / "log").open("wb") as log:
-        server = subprocess.Popen([SSHD, "-D", "-e", "-f", keys / "sshd_config"], stderr=log)
-    (keys / "config").write_text(
-        f"Host login.site\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {keys}/user\n  IdentitiesOnly yes\n"
-        f"  UserKnownHostsFile {keys}/known_hosts\n  StrictHostKeyChecking accept-new\n"
-    )
-    # The client reads ~/.ssh of the password database, whatever HOME is.
-    (tmp_path / "bin" / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {keys}/config "$@"\n')
+    home, runs = tmp_path / "home", tmp_path / "runs-there"
     sockets = tempfile.mkdtemp(prefix="scaletrain-")  # the path of a socket must be short
     monkeypatch.setenv("XDG_RUNTIME_DIR", sockets)
     address = f"{sockets}/commands"
     (home / "scaletrain").write_text(FORKED_COMMAND.format(python=sys.executable, address=address))
-    for program in (tmp_path / "bin" / "ssh", home / "scaletrain"):
-        program.chmod(0o755)
+    (home / "scaletrain").chmod(0o755)
     (tmp_path / "config" / "scaletrain").mkdir()
     (tmp_path / "config" / "scaletrain" / "clusters.yaml").write_text(
         f"clusters:\n  site:\n    host: {{ssh: login.site, scaletrain: ~/scaletrain, runs: {runs}}}\n"
@@ -97,17 +75,16 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs-here"))
     commands, serving = _listen(address)
+    environment = f"HOME={home} SCALETRAIN_TEST_SITE=1 XDG_CONFIG_HOME={home}/config XDG_STATE_HOME={home}/state"
     try:
-        wait_until(lambda: _answers(port), "sshd listens")
-        yield Site(home, runs, tmp_path / "here", server)
+        with ssh_server(SSHD, tmp_path, environment) as server:
+            yield Site(home, runs, tmp_path / "here", server)
+            end = ["ssh", "-O", "exit", "-o", f"ControlPath={sockets}/scaletrain-ssh/%C", "login.site"]
+            subprocess.run(end, capture_output=True)
     finally:
-        end = ["ssh", "-O", "exit", "-o", f"ControlPath={sockets}/scaletrain-ssh/%C", "login.site"]
-        subprocess.run(end, capture_output=True)
         commands.shutdown(socket.SHUT_RDWR)  # wakes the thread, which a close does not
         serving.join()
         commands.close()
-        server.terminate()
-        server.wait()
         shutil.rmtree(sockets)
 
 
@@ -143,11 +120,3 @@ def _run(client: socket.socket) -> None:
     with contextlib.suppress(OSError):  # nobody waits for it any more
         client.send(bytes([process.wait() & 255]))
     client.close()
-
-
-def _answers(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port)):
-            return True
-    except OSError:
-        return False

@@ -13,10 +13,12 @@ from scaletrain_cli import __version__
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.login_node.installation import make_wheel
 from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember
-from tests.login_node.conftest import REAL_COMMAND, Site
+from tests.login_node.conftest import Site
+from tests.login_node.server import REAL_COMMAND
 from tests.waiting import wait_until
 
-# A Python whose venv has itself, and whose pip installs a command that prints its words.
+PRINTS = '#!/bin/sh\nprintf "%s|" "$@"\n'
+# A Python whose venv has itself, and whose pip installs a command.
 PYTHON = """#!/bin/sh
 case "$*" in
 *version_info*) ;;
@@ -24,12 +26,13 @@ case "$*" in
 *"-m pip "*)
     echo x >> ~/pip-calls
     {pip}
-    printf '#!/bin/sh\\nprintf "%%s|" "$@"\\n' > "${{0%/python}}/scaletrain" && chmod 755 "${{0%/python}}/scaletrain" ;;
+    cp ~/installed "${{0%/python}}/scaletrain" && chmod 755 "${{0%/python}}/scaletrain" ;;
 esac
 """
 
 
-def python_of(site: Site, pip: str = ":") -> None:
+def python_of(site: Site, pip: str = ":", installed: str = PRINTS) -> None:
+    (site.home / "installed").write_text(installed)
     (site.home / "python").write_text(PYTHON.format(pip=pip))
     (site.home / "python").chmod(0o755)
 

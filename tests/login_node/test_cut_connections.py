@@ -21,7 +21,8 @@ import pytest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.login_node.sent_runs import sent_runs
 from tests.launch.working_tree import WorkingTree
-from tests.login_node.conftest import PROJECT, Site
+from tests.login_node.conftest import Site
+from tests.login_node.server import PROJECT
 from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.conftest import of_all_tests, slurm
 from tests.slurm_cluster.site import FOREVER

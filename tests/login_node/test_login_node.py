@@ -12,7 +12,8 @@ import pytest
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember, sent_runs
 from tests.launch.working_tree import WorkingTree
-from tests.login_node.conftest import REAL_COMMAND, Site
+from tests.login_node.conftest import Site
+from tests.login_node.server import REAL_COMMAND
 
 SPEC = f"""
 schema: scaletrain/v1

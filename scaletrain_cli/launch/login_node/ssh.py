@@ -4,6 +4,7 @@ One connection serves all commands of a few minutes (ControlMaster), so that a s
 of the user's configuration for it is left as it is. The files that a verb needs there are packed and sent before it.
 """
 
+import functools
 import io
 import json
 import os
@@ -68,7 +69,7 @@ def run_interactively(node: LoginNode, script: str, *, of_command: bool = False)
     not known what the script did, and SchedulerError if ScaleTrain is not installed there.
     """
     terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-    code = subprocess.run(_command(node, script, "-t" if terminal else "-T")).returncode
+    code = subprocess.run(command_of(node, script, "-t" if terminal else "-T")).returncode
     if of_command:
         return code if code >= 0 else 128 - code
     if code == _SSH_FAILED:
@@ -82,7 +83,7 @@ def output_of(node: LoginNode, script: str, sent: bytes = b"") -> str:
     """Return what a shell script prints on the login node; ``sent`` is its standard input. Raises SchedulerError."""
     # A file, not a pipe: the shared connection stays in the background and would keep a pipe open.
     with tempfile.TemporaryFile() as errors:
-        command = _command(node, script, "-T")
+        command = command_of(node, script, "-T")
         done = subprocess.run(command, input=sent, stdout=subprocess.PIPE, stderr=errors)
         errors.seek(0)
         said = " ".join(errors.read().decode(errors="replace").split())[-500:]
@@ -99,11 +100,12 @@ def _not_installed(node: LoginNode) -> SchedulerError:
     return SchedulerError(Reason("login_node.not-installed", params))
 
 
-def _command(node: LoginNode, script: str, terminal: str) -> list[str]:
+def command_of(node: LoginNode, script: str, terminal: str) -> list[str]:
     # sh, since the login shell of the user may be another one.
     return ["ssh", terminal, *_ALIVE, *_sharing(node), "--", node.ssh, f"exec sh -c {shlex.quote(script)}"]
 
 
+@functools.cache
 def _sharing(node: LoginNode) -> list[str]:
     """Return the options that share one connection; none if the user's configuration names a path for it."""
     shown = subprocess.run(["ssh", "-G", "--", node.ssh], capture_output=True, text=True)
