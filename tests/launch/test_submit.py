@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,19 @@ def test_concurrent_submissions_of_one_run_submit_one_job(make_run: MakeRun) -> 
     assert {one.job_id for one in found} == {"job-1"}
     assert read_submission(made.run) == found[0]
     assert len(made.events("submitted")) == 1
+
+
+def test_the_answer_to_a_request_is_recorded_when_the_terminal_is_gone(make_run: MakeRun) -> None:
+    class HungUp(CountingScheduler):
+        def submit(self, run: RunDir, record: RunRecord) -> str:
+            os.kill(os.getpid(), signal.SIGHUP)
+            return super().submit(run, record)
+
+    made = make_run()
+    before = signal.getsignal(signal.SIGHUP)
+    submit_run(made.run, made.record, HungUp())
+    assert read_submission(made.run).job_id == "job-1"
+    assert signal.getsignal(signal.SIGHUP) == before
 
 
 def test_a_folder_that_is_not_a_run_is_not_changed() -> None:
