@@ -83,5 +83,5 @@ def test_a_killed_process_leaves_whole_checkpoints_only(
 
 
 @pytest.mark.long
-def test_fifty_kills_give_no_wrong_restore(s3: FaultyProxy, make_mirrored: MakeMirrored, tmp_path: Path) -> None:
-    print(kill_often(make_mirrored(), s3, tmp_path, points=50, seed=1))
+def test_sixty_kills_give_no_wrong_restore(s3: FaultyProxy, make_mirrored: MakeMirrored, tmp_path: Path) -> None:
+    print(kill_often(make_mirrored(), s3, tmp_path, points=60, seed=1))

@@ -4,6 +4,8 @@ One connection serves all commands of a few minutes (ControlMaster), so that a s
 of the user's configuration for it is left as it is. The files that a verb needs there are packed and sent before it.
 """
 
+from __future__ import annotations
+
 import functools
 import io
 import json
@@ -17,18 +19,20 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli import __version__
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.hub.reference import is_reference
-from scaletrain_cli.launch.code import Snapshot, pack_snapshot
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, make_folder, make_private_folder
 from scaletrain_cli.sent_run import ON_LOGIN_NODE, SENT_CLUSTERS, SENT_SPEC
 from scaletrain_cli.spec.clusters_file import Cluster, LoginNode
 from scaletrain_cli.spec.loading import STDIN
 from scaletrain_cli.spec.source import Source, parse_yaml
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.code import Snapshot
 
 _SSH_FAILED = 255  # exit code of ssh for its own errors
 _NOT_FOUND = 127  # of a shell, for a command that does not exist
@@ -184,7 +188,11 @@ def make_bundle(
         files[spec_path] = text
     if values:
         files[_SECRETS] = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in values.items()).encode()
-    code = {} if snapshot is None else pack_snapshot(snapshot)
+    code = {}
+    if snapshot is not None:
+        from scaletrain_cli.launch.code import pack_snapshot
+
+        code = pack_snapshot(snapshot)
     return Bundle(
         run_id, files, code, spec_path, "" if spec is None else STDIN if str(spec[0]) == "-" else str(spec[0])
     )
