@@ -1,7 +1,9 @@
 """Copying checkpoints and history to a mirror: at a real S3 server, and in a folder."""
 
+import errno
 import hashlib
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -354,20 +356,50 @@ def test_faults_that_pass_are_repeated(s3: FaultyProxy, make_mirrored: MakeMirro
     assert made.events("mirror-failed") == []
 
 
-def test_without_rights_the_run_has_an_event_until_they_are_back(s3: FaultyProxy, make_mirrored: MakeMirrored) -> None:
+@pytest.mark.parametrize(
+    ("fault", "code"), [("denied", "remote.denied"), pytest.param("full", "remote.unavailable", marks=pytest.mark.long)]
+)
+def test_without_rights_or_space_the_run_has_an_event_until_they_are_back(
+    s3: FaultyProxy, make_mirrored: MakeMirrored, fault: str, code: str
+) -> None:
     made = make_mirrored()
     made.commit(10)
-    s3.fault = lambda request: "denied" if request.method == "PUT" else None
+    s3.fault = lambda request: fault if request.method == "PUT" else None
     mirror = made.mirror()
     assert not mirror.look()
     assert not mirror.look(is_last=True)
     (event,) = made.events("mirror-failed")
-    assert event["code"] == "remote.denied"
+    assert event["code"] == code
+    assert code == "remote.denied" or "507, XMinioStorageFull" in event["message"]
     assert "secret-of-the-test" not in (made.run.events.read_text() + (made.run.path / "mirror.json").read_text())
     s3.fault = lambda request: None
     assert mirror.look(is_last=True)
     assert made.steps() == [10]
     assert len(made.events("mirror-recovered")) == 1
+
+
+def test_a_full_file_system_has_no_checkpoint_until_there_is_space(
+    make_mirrored: MakeMirrored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_mirrored(str(tmp_path / "other-disk"))
+    mirror = made.mirror_of(10)
+    made.commit(20)
+    real, folder = os.fsync, str(tmp_path / "other-disk")
+
+    def full(descriptor: int) -> None:  # as a network file system, which says it here
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.startswith(folder) and "safetensors" in name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert not mirror.look()
+    (event,) = made.events("mirror-failed")
+    assert "No space left" in event["message"]
+    assert made.steps() == [10]
+    monkeypatch.setattr(os, "fsync", real)
+    assert mirror.look(is_last=True)
+    assert made.steps() == [10, 20]
 
 
 def test_a_pause_follows_each_failure(make_mirrored: MakeMirrored, tmp_path: Path) -> None:

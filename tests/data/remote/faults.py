@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
+FULL = b"<?xml version='1.0'?><Error><Code>XMinioStorageFull</Code><Message>Storage is full.</Message></Error>"
 DENIED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 
 
@@ -32,8 +33,8 @@ class Request:
 class FaultyProxy:
     """``fault``: returns the name of a fault for a request, or None.
 
-    Faults: slow-down (503), denied (403), reset (of the connection, within the body), short (body ends early),
-    delay (0.3 s), changed (one byte of the body differs), changed-upload (one byte that the server gets).
+    Faults: slow-down (503), full (507), denied (403), reset (of the connection, within the body), short (body ends
+    early), delay (0.3 s), changed (one byte of the body differs), changed-upload (one byte that the server gets).
     """
 
     server: str
@@ -86,9 +87,9 @@ class FaultyProxy:
             time.sleep(0.3)
         if fault == "changed-upload" and body:
             body = bytes([body[0] ^ 1]) + body[1:]
-        if fault in ("slow-down", "denied"):
-            status, content = (503, SLOW_DOWN) if fault == "slow-down" else (403, DENIED)
-            self._send(handler, status, [("Content-Type", "application/xml")], content)
+        errors = {"slow-down": (503, SLOW_DOWN), "full": (507, FULL), "denied": (403, DENIED)}
+        if fault in errors:
+            self._send(handler, errors[fault][0], [("Content-Type", "application/xml")], errors[fault][1])
             return
         connection = http.client.HTTPConnection(self.server.removeprefix("http://"))
         try:
