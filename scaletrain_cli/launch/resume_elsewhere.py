@@ -14,8 +14,8 @@ from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch.attempts import close_unended
 from scaletrain_cli.launch.mirroring import is_known_over
 from scaletrain_cli.launch.node_sizes import plan_run
-from scaletrain_cli.mirror.claims import own_claim
-from scaletrain_cli.mirror.object_store import store_variables
+from scaletrain_cli.mirror.claims import make_claim, new_claim, own_claim, read_claims
+from scaletrain_cli.mirror.object_store import open_store, store_variables
 from scaletrain_cli.mirror.restore import (
     FoundRun,
     Restored,
@@ -25,10 +25,11 @@ from scaletrain_cli.mirror.restore import (
     mark_complete,
     restore_run,
 )
+from scaletrain_cli.mirror.stores import MirrorError
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events, record_event
-from scaletrain_cli.rundir.mirror_state import read_restored
+from scaletrain_cli.rundir.mirror_state import mark_superseded, read_restored
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord, add_revision, is_elsewhere, read_record, read_size_plans
 from scaletrain_cli.spec import override_spec
@@ -171,6 +172,54 @@ def complete_from_mirror(run: RunDir, record: RunRecord) -> bool:
     return True
 
 
+def return_from_mirror(run: RunDir, record: RunRecord, documents: Path) -> bool:
+    """Bring a run back whose directory was lost with the volume of its pod; for pod 0, whose volume begins empty.
+
+    The claim of each pod follows that of the pod before, which stops if it still runs somewhere. The pods of one place
+    know their claims by the host, which names the claim that their ``documents`` have. If another place owns the run,
+    it is marked superseded here. Return whether a checkpoint was received. Raises MirrorError if the mirror has some
+    and none is valid, or if another pod was faster, and errors of the store.
+    """
+    own, to = own_claim(run), str(record.spec.checkpoint.mirror.to)
+    if own is not None and read_restored(run)[0] == own.token:
+        return False  # this container was started again, and its volume is still there
+    token = (read_document(documents / run.mirror_claim_file.name) or {}).get("token", "")
+    host, checkpoint, found = _host_of_pods(token), None, None
+    with store_variables(record.spec.env):
+        store = open_store(to, run.run_id)
+        claims = read_claims(store)
+        before = claims[-1] if claims else None
+        if before is not None and before.host != host and before.token != token:
+            mark_superseded(run, {"host": before.host, "run_dir": before.run_dir, "generation": before.generation})
+            return False
+        with contextlib.suppress(UsageError):  # before its first history
+            found = find_in_mirror(to, run.run_id)
+        steps = [] if found is None else [folder.step for folder in found.folders]
+        while found is not None and steps and checkpoint is None:
+            try:
+                checkpoint = complete_run(found, run, steps.pop(0))
+            except MirrorError:  # the one before may be valid
+                if not steps:
+                    raise
+        step = checkpoint.step if checkpoint is not None else None if before is None else 0
+        history = None if found is None else found.index.name
+        claim = new_claim(run, len(claims) + 1, from_step=step, from_history=history, host=host)
+        if not make_claim(store, run, claim):
+            raise MirrorError(Reason("mirror.claimed-meanwhile", {"run": run.run_id, "place": to}))
+    mark_complete(run)
+    if checkpoint is None:
+        return False
+    assert before is not None
+    close_unended(run, record.spec)
+    known = {"from_host": before.host, "from_run_dir": before.run_dir, "generation": claim.generation}
+    record_event(run, "moved", step=checkpoint.step, to=to, **known)
+    return True
+
+
+def _host_of_pods(token: str) -> str:
+    return f"pods-of-{token or 'submission'}"
+
+
 def set_older_aside(documents: Path, root: Path) -> Path | None:
     """Rename the run directory on a volume that belongs to an earlier owner than the claim among the documents.
 
@@ -184,6 +233,8 @@ def set_older_aside(documents: Path, root: Path) -> Path | None:
     if read_document(run.record) != first:  # another run, which remains
         return None
     own, generation = own_claim(run), int(claim["generation"])
+    if own is not None and own.host == _host_of_pods(claim["token"]):
+        return None  # of an earlier start of this container
     if own is not None and own.generation > generation:
         later = {"run": run.run_id, "run_dir": own.run_dir, "host": own.host, "place": str(run.path)}
         raise UsageError(Reason("mirror.later-on-volume", later))

@@ -116,7 +116,8 @@ TEXTS: Texts = {
     ),
     "checkpoints-lost-no-volume": (
         "is on the volume of the pod (cluster.kubernetes.runs.per_pod), and lost with it",
-        "Mount a claim, which may be ReadWriteOnce, with cluster.kubernetes.volumes, and use a folder below its path",
+        "Set checkpoint.mirror, from which a later pod continues. Or mount a claim, which may be ReadWriteOnce, with "
+        "cluster.kubernetes.volumes, and use a folder below its path",
     ),
     "priority-too-long": "must have at most {most} characters: Kueue reads it from a label of the job",
     "secret-name-taken": ("is set by the launcher in every pod", "Choose another name"),

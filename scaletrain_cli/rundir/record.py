@@ -279,7 +279,8 @@ def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
         if match is not None and not (revised := revision_path(run, int(match[1]))).exists():
             make_folder(revised.parent)
             write_document(revised, _read(path, REVISION_SCHEMA))
-    if (claim := read_document(folder / run.mirror_claim_file.name)) is not None:
+    claim, own = read_document(folder / run.mirror_claim_file.name), read_document(run.mirror_claim_file) or {}
+    if claim is not None and own.get("generation", 0) < claim["generation"]:  # an earlier pod may have made a later one
         write_document(run.mirror_claim_file, claim)
     record = read_record(run)
     if record.code is not None:

@@ -291,6 +291,12 @@ class RunSpec(Section):
         return {".".join(map(str, key)): str(place) for key, place in self.places.items()}
 
     @property
+    def keeps_run_in_mirror(self) -> bool:
+        """Return whether the run directory is lost with its pod, and each pod continues from the mirror."""
+        on_volume = self.cluster.kubernetes.runs.per_pod and self.checkpoint.dir == "auto"
+        return self.cluster.scheduler == "kubernetes" and on_volume and self.checkpoint.mirror.to is not None
+
+    @property
     def transformer(self) -> ModelSpec:
         """Return the model of a transformer. Raises UsageError for a vision network."""
         if isinstance(self.model, ModelSpec):

@@ -38,11 +38,12 @@ def restored(made: MirroredRun, folder: Path) -> tuple[int, dict[str, bytes]] | 
     return checkpoint.step, {name: (target / name).read_bytes() for name in checkpoint.files}
 
 
-def kill_often(made: MirroredRun, s3: FaultyProxy, tmp_path: Path, points: int, seed: int) -> str:
-    """Kill the process at ``points`` random requests, and compare what can be restored after each kill."""
+def kill_often(made: MirroredRun, s3: FaultyProxy, tmp_path: Path, most: int, seed: int) -> str:
+    """Kill the process at ``most`` random requests, and compare what can be restored after each kill."""
     draw, saved = random.Random(seed), dict[int, dict[str, bytes]]()
-    kills, finished, newest = 0, 0, 0
-    for point in range(1, points + 1):
+    kills, finished, newest, point = 0, 0, 0, 0
+    while kills < most:
+        point += 1
         if point == 1 or draw.random() < 0.7:  # else the same checkpoint again
             checkpoint = made.commit(10 * point, _SIZES)
             saved[checkpoint.step] = content_of(checkpoint)
@@ -73,15 +74,15 @@ def kill_often(made: MirroredRun, s3: FaultyProxy, tmp_path: Path, points: int, 
     assert start(made).wait() == 0
     found = restored(made, tmp_path / "restored")
     assert found[0] == made.here()[-1]
-    return f"{kills} kills, {finished} passes that ended, newest mirrored step {newest} of {10 * points}"
+    return f"{kills} kills, {finished} passes that ended, newest mirrored step {newest} of {10 * point}"
 
 
 def test_a_killed_process_leaves_whole_checkpoints_only(
     s3: FaultyProxy, make_mirrored: MakeMirrored, tmp_path: Path
 ) -> None:
-    kill_often(make_mirrored(), s3, tmp_path, points=3, seed=2)
+    kill_often(make_mirrored(), s3, tmp_path, most=3, seed=2)
 
 
 @pytest.mark.long
 def test_sixty_kills_give_no_wrong_restore(s3: FaultyProxy, make_mirrored: MakeMirrored, tmp_path: Path) -> None:
-    print(kill_often(make_mirrored(), s3, tmp_path, points=60, seed=1))
+    print(kill_often(make_mirrored(), s3, tmp_path, most=60, seed=1))

@@ -273,10 +273,9 @@ def _lost_with_the_pod(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _keeps_checkpoints(spec: RunSpec) -> bool:
-    """Return whether the checkpoints are on a claim that the pod can write to.
-
-    A mirror is not enough: a pod that is started again does not read it.
-    """
+    """Return whether the checkpoints are in a mirror, or on a claim that the pod can write to."""
+    if spec.keeps_run_in_mirror:
+        return True
     folder = PurePosixPath(spec.checkpoint.dir)
     volumes = [volume.path for volume in spec.cluster.kubernetes.volumes if not volume.read_only]
     return folder.is_absolute() and any(folder.is_relative_to(path) for path in volumes)

@@ -185,7 +185,7 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
     from scaletrain_cli.launch.attempts import begin_attempt
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import RendezvousServer
     from scaletrain_cli.launch.restart import conclude_abandoned, conclude_run, why_not_begin
-    from scaletrain_cli.launch.resume_elsewhere import complete_from_mirror, set_older_aside
+    from scaletrain_cli.launch.resume_elsewhere import complete_from_mirror, return_from_mirror, set_older_aside
     from scaletrain_cli.rundir.record import checkpoint_folder, place_documents
     from scaletrain_cli.worker.checkpoint_commit import newest_attempt
 
@@ -194,7 +194,11 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
             logger.info("the run directory of an earlier owner is kept as %s", older)
         run, record = place_documents(options.documents, options.runs_root)
         fetch_code(run, record)
-        if complete_from_mirror(run, record):
+        if record.spec.keeps_run_in_mirror:
+            is_received = return_from_mirror(run, record, options.documents)
+        else:
+            is_received = complete_from_mirror(run, record)
+        if is_received:
             logger.info("the history and the checkpoint of the run are here from its mirror")
     prepare_own_data(run, record)
     server = RendezvousServer(options.rendezvous_port, _gang_key(options), record.spec.cluster.nodes - 1)
