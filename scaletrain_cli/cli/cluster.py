@@ -57,10 +57,8 @@ def setup(
     is_new = install(node, chosen, python)
     say(f"{COMMAND_OF_SETUP} on {node.ssh} {'is ready' if is_new else 'was there already'}")
     is_used = node.scaletrain in (None, COMMAND_OF_SETUP)
-    if is_used:
-        say(f"verbs with --cluster {name} use it")
-    else:
-        say(f"verbs with --cluster {name} use {node.scaletrain}: take clusters.{name}.host.scaletrain out of the file")
-    answer = {"cluster": name, "host": node.ssh, "command": COMMAND_OF_SETUP, "version": __version__, "extras": chosen}
+    remedy = "" if is_used else f". Take clusters.{name}.host.scaletrain out of {clusters_file()}"
+    say(f"verbs for {name} use {COMMAND_OF_SETUP if is_used else node.scaletrain}{remedy}")
     if as_json:
-        print_json(answer | {"installed": is_new, "used": is_used})
+        answer = {"cluster": name, "host": node.ssh, "command": COMMAND_OF_SETUP, "version": __version__}
+        print_json(answer | {"extras": chosen, "installed": is_new, "used": is_used})

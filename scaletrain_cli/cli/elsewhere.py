@@ -138,7 +138,7 @@ def _with_bundle(
     ``spec``: the file on the line, and its text. ``entry``: the run, if the verb may submit it.
     """
     from scaletrain_cli.launch.login_node.sent_runs import forget, remember, sent_runs
-    from scaletrain_cli.launch.login_node.ssh import make_bundle, remove, run_interactively, script_of, send
+    from scaletrain_cli.launch.login_node.ssh import make_bundle, output_of, run_interactively, script_of, send
     from scaletrain_cli.ui.console import say, warn
 
     for note in () if snapshot is None else snapshot.notes:
@@ -162,7 +162,7 @@ def _with_bundle(
         code = run_interactively(node, script_of(node, words, bundle))
     except BaseException:  # also Ctrl-C: the secrets must not stay there
         with contextlib.suppress(SchedulerError):
-            remove(node, bundle)
+            output_of(node, f"rm -rf {bundle.folder}")
         raise
     if new is not None and (code in _NOT_SUBMITTED or (code == _INTERRUPTED and _is_unknown(node, new))):
         forget(new)

@@ -14,7 +14,7 @@ from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch.attempts import close_unended
 from scaletrain_cli.launch.mirroring import is_known_over
 from scaletrain_cli.launch.node_sizes import plan_run
-from scaletrain_cli.mirror.claims import make_claim, new_claim, own_claim, read_claims
+from scaletrain_cli.mirror.claims import Claim, make_claim, new_claim, own_claim, read_claims
 from scaletrain_cli.mirror.object_store import open_store, store_variables
 from scaletrain_cli.mirror.restore import (
     FoundRun,
@@ -162,14 +162,18 @@ def complete_from_mirror(run: RunDir, record: RunRecord) -> bool:
         if found.owner.token != own.token:
             return False  # the mirroring process finds the new owner, and stops the run
         checkpoint = complete_run(found, run, own.from_step)
-    close_unended(run, record.spec)
-    before = found.claims[-2] if len(found.claims) > 1 else own
-    known = {"from_host": before.host, "from_run_dir": before.run_dir, "generation": own.generation}
-    moved = [event.get("generation") for event in read_events(run) if event["event"] == "moved"]
-    if own.generation not in moved:  # by an interrupted call
-        record_event(run, "moved", step=checkpoint.step, to=to, **known)
-    mark_complete(run)
+    _record_move(run, record, found.claims[-2] if len(found.claims) > 1 else own, own.generation, checkpoint.step)
     return True
+
+
+def _record_move(run: RunDir, record: RunRecord, before: Claim, generation: int, step: int) -> None:
+    """End the attempts of the owner ``before``, record the event ``moved`` once, and that all is here."""
+    close_unended(run, record.spec)
+    known = {"from_host": before.host, "from_run_dir": before.run_dir, "generation": generation}
+    moved = [event.get("generation") for event in read_events(run) if event["event"] == "moved"]
+    if generation not in moved:  # by an interrupted call
+        record_event(run, "moved", step=step, to=record.spec.checkpoint.mirror.to, **known)
+    mark_complete(run)
 
 
 def return_from_mirror(run: RunDir, record: RunRecord, documents: Path) -> bool:
@@ -202,17 +206,17 @@ def return_from_mirror(run: RunDir, record: RunRecord, documents: Path) -> bool:
                 if not steps:
                     raise
         step = checkpoint.step if checkpoint is not None else None if before is None else 0
-        history = None if found is None else found.index.name
-        claim = new_claim(run, len(claims) + 1, from_step=step, from_history=history, host=host)
+        history, generation = (
+            None if found is None else found.index.name,
+            1 if before is None else before.generation + 1,
+        )
+        claim = replace(new_claim(run, generation, from_step=step, from_history=history), host=host)
         if not make_claim(store, run, claim):
             raise MirrorError(Reason("mirror.claimed-meanwhile", {"run": run.run_id, "place": to}))
-    mark_complete(run)
-    if checkpoint is None:
+    if checkpoint is None or before is None:
+        mark_complete(run)
         return False
-    assert before is not None
-    close_unended(run, record.spec)
-    known = {"from_host": before.host, "from_run_dir": before.run_dir, "generation": claim.generation}
-    record_event(run, "moved", step=checkpoint.step, to=to, **known)
+    _record_move(run, record, before, claim.generation, checkpoint.step)
     return True
 
 

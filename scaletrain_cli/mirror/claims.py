@@ -54,20 +54,13 @@ class Activity:
     released: bool
 
 
-def new_claim(
-    run: RunDir,
-    generation: int,
-    *,
-    from_step: int | None = None,
-    from_history: str | None = None,
-    host: str | None = None,
-) -> Claim:
-    """Return a claim of this run directory on ``host``, None for this machine, which is not made yet."""
+def new_claim(run: RunDir, generation: int, *, from_step: int | None = None, from_history: str | None = None) -> Claim:
+    """Return a claim of this run directory, which is not made yet."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container without a name for its user
         user = str(os.geteuid())
-    host, now = host or socket.gethostname(), round(time.time(), 3)
+    host, now = socket.gethostname(), round(time.time(), 3)
     return Claim(generation, secrets.token_hex(8), host, user, str(run.path), now, from_step, from_history)
 
 

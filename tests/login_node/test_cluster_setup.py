@@ -53,7 +53,7 @@ def places(site: Site) -> list[str]:
 
 
 def test_a_wheel_is_the_same_for_the_same_files() -> None:
-    assert make_wheel().digest == make_wheel().digest
+    assert make_wheel()[2] == make_wheel()[2]
 
 
 def test_the_same_package_is_installed_once_and_used_by_the_verbs(site: Site) -> None:
@@ -78,7 +78,7 @@ def test_an_entry_that_names_another_command_is_pointed_out(site: Site) -> None:
     python_of(site)
     done = set_up(site, "--python", "~/python")
     assert done.returncode == ExitCode.DONE, done.stderr
-    assert "take clusters.site.host.scaletrain out" in done.stderr
+    assert "Take clusters.site.host.scaletrain out" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import io
 import shlex
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -53,17 +52,11 @@ echo "$new"
 """
 
 
-@dataclass(frozen=True)
-class Wheel:
-    """A wheel: its file name, its content, and the SHA-256 of its files."""
+def make_wheel() -> tuple[str, bytes, str]:
+    """Return the name and the content of a wheel of this installation, and the hashes of its files.
 
-    name: str
-    content: bytes
-    digest: str
-
-
-def make_wheel() -> Wheel:
-    """Return a wheel of this installation, be it in a checkout or not. Raises UsageError if pip did not install it."""
+    Raises UsageError if pip did not install it.
+    """
     try:
         installed = distribution("scaletrain")
     except PackageNotFoundError as error:
@@ -81,17 +74,15 @@ def make_wheel() -> Wheel:
     for name in ("METADATA", "entry_points.txt", "licenses/LICENSE"):
         files[f"{info}/{name}"] = (installed.read_text(name) or "").encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: scaletrain\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    record = f"{info}/RECORD,,\n"
+    record, packed = f"{info}/RECORD,,\n", io.BytesIO()
     for path, data in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
         record += f"{path},sha256={digest},{len(data)}\n"
     files[f"{info}/RECORD"] = record.encode()
-    packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, data in files.items():
             archive.writestr(path, data)
-    name = f"scaletrain-{installed.version}-py3-none-any.whl"
-    return Wheel(name, packed.getvalue(), hashlib.sha256(record.encode()).hexdigest())
+    return f"scaletrain-{installed.version}-py3-none-any.whl", packed.getvalue(), record
 
 
 def install(node: LoginNode, extras: Sequence[str], python: str | None = None) -> bool:
@@ -99,15 +90,15 @@ def install(node: LoginNode, extras: Sequence[str], python: str | None = None) -
 
     ``python``: the command or path of a Python there. Raises SchedulerError with what failed there.
     """
-    wheel = make_wheel()
-    digest = hashlib.sha256(repr((wheel.digest, sorted(extras), python)).encode()).hexdigest()
+    wheel, content, files = make_wheel()
+    digest = hashlib.sha256(repr((files, sorted(extras), python)).encode()).hexdigest()
     script = _SCRIPT.format(
         home=shell_path(FOLDER_OF_SETUP),
         name=f"{__version__}-{digest[:12]}",
         pythons=shell_path(python) if python is not None else " ".join(_PYTHONS),
-        wheel=shlex.quote(wheel.name + (f"[{','.join(extras)}]" if extras else "")),
+        wheel=shlex.quote(wheel + (f"[{','.join(extras)}]" if extras else "")),
     )
-    sent = {wheel.name: wheel.content, "constraints.txt": project_file("constraints.txt").read_bytes()}
+    sent = {wheel: content, "constraints.txt": project_file("constraints.txt").read_bytes()}
     try:
         return bool(output_of(node, script, tar_of(sent)).strip())
     except SchedulerError as error:

@@ -220,11 +220,6 @@ def send(node: LoginNode, bundle: Bundle) -> None:
     output_of(node, f"{' && '.join(steps)} || {failed}", tar_of(unpacked))
 
 
-def remove(node: LoginNode, bundle: Bundle) -> None:
-    """Remove the files of a verb that may not have begun. Raises SchedulerError."""
-    output_of(node, f"rm -rf {bundle.folder}")
-
-
 def script_of(node: LoginNode, words: Sequence[str], bundle: Bundle | None = None) -> str:
     """Return the shell script that runs a verb in the working folder of the login node; ``words`` are quoted.
 

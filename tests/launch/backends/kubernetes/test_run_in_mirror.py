@@ -64,7 +64,10 @@ class Kept:
 @pytest.fixture
 def kept(make_run: MakeRun, tmp_path: Path) -> Kept:
     fake = {"checkpoint_every": 5, "steps": 15, "stay": {"1:*": 12}}
-    return Kept(make_run(*ALONE, f"checkpoint.mirror.to={tmp_path}/mirror", **fake), tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} of a text that the pod prepares\n" for number in range(2000)))
+    settings = (*ALONE, f"checkpoint.mirror.to={tmp_path}/mirror", f"data.source={text}")
+    return Kept(make_run(*settings, **fake), tmp_path)
 
 
 def test_a_mirror_is_enough_for_a_run_of_one_node() -> None:
