@@ -211,3 +211,31 @@ def test_a_cut_connection_doubles_no_job_and_loses_no_run(away: Away) -> None:
     print(*cuts, sep="\n")
     assert len(cuts) == 3 * ROUNDS
     assert sum(is_cut for *_, is_cut, _ in cuts) > 2 * ROUNDS
+
+
+VERBS = (
+    *("status", "status --json", "watch --once", "logs --tail 5", "events", "explain", "diagnose", "checkpoint list"),
+    *("checkpoint verify", "evaluation list", "notify list", "report -o page.html", "profile --show", "data stats"),
+)
+# With what the stand-in engine lacks: nothing to show, which is not an error of the connection.
+LACKING = ("profile --show", "data stats")
+
+
+def test_verbs_of_a_run_on_slurm_work_from_the_laptop(away: Away) -> None:
+    assert away.verb(*words_of("submit", "shown")).returncode == ExitCode.DONE
+    away.slurm.trains("shown")
+    failed = {}
+    for line in VERBS:
+        verb, option, rest = line.partition(" -")
+        done = away.verb(*verb.split(), "shown", *f"{option}{rest}".split())
+        if done.returncode != (ExitCode.USAGE if line in LACKING else ExitCode.DONE):
+            failed[line] = done.stderr
+    assert failed == {}
+    assert (away.site.here / "page.html").read_text().startswith("<!DOCTYPE html>")
+    assert "shown" in away.verb("list", "--cluster", "site").stdout
+    assert "main" in away.verb("status", "site", "--cluster").stdout, "a partition of Slurm"
+    assert away.verb("exec", "shown", "--", "sh", "-c", "echo $SLURM_JOB_ID").stdout.strip().isdigit()
+    assert away.verb("cancel", "shown", "--yes").returncode == ExitCode.DONE
+    away.slurm.wait("shown", lambda now: now["state"] == "cancelled", "it is cancelled")
+    assert away.verb("rm", "shown", "--yes").returncode == ExitCode.DONE
+    assert sent_runs() == []
