@@ -188,6 +188,7 @@ def compare_over_ssh(count: int, repeat: int) -> None:
         with ssh_server(sshd, folder, f"HOME={folder}"):
             os.environ["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
             taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in pairs}
+            cpu: dict[str, list[float]] = {name: [] for name in pairs}  # on this side, of the verb and of plain ssh
             for _ in range(repeat + 1):
                 for name, (words, plain) in pairs.items():
                     commands = (
@@ -195,7 +196,7 @@ def compare_over_ssh(count: int, repeat: int) -> None:
                         command_of(LoginNode("site", **host), plain, "-T"),
                     )
                     for seconds, command in zip(taken[name], commands, strict=True):
-                        began = time.perf_counter()
+                        began, before = time.perf_counter(), os.times()
                         subprocess.run(
                             command,
                             check=True,
@@ -204,13 +205,19 @@ def compare_over_ssh(count: int, repeat: int) -> None:
                             stderr=subprocess.DEVNULL,
                         )
                         seconds.append(time.perf_counter() - began)
+                        after = os.times()
+                        cpu[name].append(after.children_user + after.children_system - before[2] - before[3])
             control = f"ControlPath={folder}/sockets/scaletrain-ssh/%C"
             subprocess.run(["ssh", "-O", "exit", "-o", control, "login.site"], capture_output=True, check=True)
-    print(f"{count} runs there; medians of {repeat}, wall seconds")
-    print(f"{'scaletrain ...':<24}{'over ssh':>10}{'plain ssh':>11}{'more':>8}{'target':>8}")
+    print(f"{count} runs there; wall seconds, medians of {repeat}; CPU seconds on this side")
+    heads = ("over ssh", "plain ssh", "more", "of least", "target", "CPU", "CPU plain")
+    print(f"{'scaletrain ...':<20}{''.join(f'{head:>11}' for head in heads)}")
     for name, both in taken.items():
-        median, beside = (statistics.median(seconds[1:]) for seconds in both)  # the first one opens the connection
-        print(f"{name:<24}{median:>10.2f}{beside:>11.2f}{median - beside:>8.2f}{OVER_SSH_TARGET_SECONDS:>8.1f}")
+        verb, plain_ssh = both[0][1:], both[1][1:]  # the first one opens the connection
+        median, beside = statistics.median(verb), statistics.median(plain_ssh)
+        more = (median - beside, min(verb) - min(plain_ssh), OVER_SSH_TARGET_SECONDS)
+        figures = (median, beside, *more, statistics.median(cpu[name][2::2]), statistics.median(cpu[name][3::2]))
+        print(f"{name:<20}{''.join(f'{figure:>11.2f}' for figure in figures)}")
 
 
 def main() -> None:
