@@ -63,10 +63,13 @@ def test_a_run_is_submitted_seen_and_resumed_from_a_laptop(site: Site, tree: Wor
     assert not Path(os.environ["SCALETRAIN_RUNS"]).exists(), "a run directory on the laptop"
     assert [run.run_id for run in sent_runs()] == [run_id]
 
+    code = site.home / ".cache" / "scaletrain" / "sent" / "code" / run_id
+    before = code.stat().st_ino
     again = site.scaletrain(
         "submit", "run.yaml", "--cluster=site", "--run-id", run_id, "--set", "restarts.crash=0", "--json"
     )
     assert json.loads(again.stdout)["created"] is False, "a repeated submission is the same run"
+    assert code.stat().st_ino == before, "the first one may still read it"
 
     waited = site.scaletrain("status", run_id[:-2], "--wait", "1h", "--json")
     assert waited.returncode == ExitCode.CRASHED

@@ -213,8 +213,9 @@ def send(node: LoginNode, bundle: Bundle) -> None:
         f"tar -xf - -C {place}.new",
         f"mv {place}.new/here {place}",
     ]
-    if bundle.code:
-        steps += [f"rm -rf {code}", f"mv {place}.new/{_CODE} {code}"]
+    if bundle.code:  # the same code stays as it is: a verb whose connection was cut may be reading it
+        new = f"{place}.new/{_CODE}"
+        steps.append(f"(diff -rq {new} {code} >/dev/null 2>&1 || (rm -rf {code} && mv {new} {code}))")
     steps += [f"rm -rf {place}.new", f"(command -v {_command_there(node)} >/dev/null || exit {_NOT_FOUND})"]
     failed = f"{{ code=$?; rm -rf {place} {place}.new; exit $code; }}"
     output_of(node, f"{' && '.join(steps)} || {failed}", tar_of(unpacked))
