@@ -1,8 +1,13 @@
 """Every verb that takes a run works for one on a login node, or says what to do there."""
 
+import os
+from pathlib import Path
+
 import pytest
 
+from scaletrain_cli.cli.elsewhere import run_on_login_node
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.login_node import ssh
 from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember
 from tests.cli.every_command import ALL, OF_A_RUN
 from tests.login_node.conftest import Site
@@ -23,9 +28,28 @@ def away(site: Site) -> Site:
     return site
 
 
+EVERY = [*RUN_ONLY, *WITH_TARGET, ("exec",), ("shell",)]
+
+
+def test_every_verb_is_sent_to_where_its_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a connection; the next test has one."""
+    file = Path(os.environ["XDG_CONFIG_HOME"], "scaletrain", "clusters.yaml")
+    file.parent.mkdir(parents=True)
+    file.write_text("clusters: {site: {host: login.site, scheduler: local}}")
+    remember(SentRun("away-1", "site", 1.0))
+    scripts: list[str] = []
+    monkeypatch.setattr(ssh, "run_interactively", lambda node, script, **_: scripts.append(script) or 7)
+    monkeypatch.setattr(ssh, "output_of", lambda *_: "")
+    codes = {words: run_on_login_node([*words, "away", *MORE.get(words, [])]) for words in EVERY}
+    assert codes == dict.fromkeys(EVERY, 7)
+    lost = [words for words, script in zip(EVERY, scripts, strict=True) if " ".join((*words, "away")) not in script]
+    assert lost == []
+
+
+@pytest.mark.long
 def test_every_verb_runs_where_its_run_is(away: Site) -> None:
     answers = {}
-    for words in [*RUN_ONLY, *WITH_TARGET, ("exec",), ("shell",)]:  # over one connection
+    for words in EVERY:  # over one connection
         done = away.scaletrain(*words, "away", *MORE.get(words, []))
         answers[words] = (done.returncode, done.stdout[: len(" ".join(words)) + 5])
     assert answers == {words: (ExitCode.DONE, "|".join((*words, "away"))) for words in answers}
