@@ -51,7 +51,10 @@ def _value(value: Any) -> str:
 
 def _resumed(event: Event) -> str:
     lost, passed = event.get("lost_steps", 0), event.get("passed_over") or ()
-    text = f"from step {event['step']}" + (f"; {counted(lost, 'step')} to repeat" if lost else "; no steps lost")
+    source = ", of a copy in host memory" if "saved_step" in event else ""
+    text = f"from step {event['step']}{source}" + (
+        f"; {counted(lost, 'step')} to repeat" if lost else "; no steps lost"
+    )
     return text + (f"; checkpoints skipped: {'; '.join(map(str, passed))}" if passed else "")
 
 
@@ -232,6 +235,9 @@ _SENTENCES: dict[str, str | tuple[_Part, ...] | Callable[[Event], str]] = {
     ),
     "tracker-off": "{message}",
     "tracker-on": "{message}",
+    "memory-copies": "the state is copied to host memory every {every:of step}, which blocks training for "
+    "{blocked_seconds:seconds}",
+    "memory-copies-off": "{message}",
     "mirrored": "step {step}, {bytes:bytes} in {seconds:seconds}",
     "mirror-failed": "{to}: {message}; training continues",
     "mirror-recovered": "{to}, after {seconds:seconds}",

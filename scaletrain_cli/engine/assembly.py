@@ -14,6 +14,7 @@ from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.skip_ranges import SkipRange, batch_number, keeps_batches, merged_skip_ranges
 from scaletrain_cli.data.stages import sources_before
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identify_base
+from scaletrain_cli.engine.checkpoint.memory_copies import open_memory_copies
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import Composed, compose
@@ -65,6 +66,7 @@ from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.loader_processes import loader_processes
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds
+from scaletrain_cli.worker.memory_copies import copies_folder
 from scaletrain_cli.worker.signals import PreemptionFlag
 
 logger = logging.getLogger(__name__)
@@ -98,7 +100,9 @@ def assemble(
         preflight.check_together(run, record, ranks, attempt, long_consensus, device)
     heartbeat.beat(0, "data", DATA_SECONDS)
     data = open_data(run, record, ranks, long_consensus)
-    resume_point = find_resume_point(run, checkpoints, attempt, spec, ranks, long_consensus)
+    copies_here = None if record.plan.durability.memory_copy_steps is None else copies_folder(run)
+    sought = (run, checkpoints, attempt, spec, ranks, long_consensus)
+    resume_point = find_resume_point(*sought, revision=record.revision, copies=copies_here)
     _check_disk_space(record, checkpoints, ranks, long_consensus)
     rollbacks = long_consensus.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
     skipped = merged_skip_ranges([*spec.data.skip, *(rollback.skip for rollback in rollbacks)])
@@ -151,6 +155,15 @@ def assemble(
         local_sgd=local_sgd,
         replicated={} if stepper.adaptive_clip is None else {"adaptive_clip": stepper.adaptive_clip},
         base=base,
+        copies=open_memory_copies(
+            run,
+            record,
+            ranks,
+            long_consensus,
+            resume_point,
+            attempt=attempt,
+            delay_seconds=faults.copy_delay_seconds,
+        ),
         expected_seconds=record.plan.durability.save_seconds,
     )
     stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)

@@ -135,6 +135,7 @@ KINDS: dict[str, FaultKind] = {
         ("factor",),
     ),
     "slow-save": FaultKind("every checkpoint write takes `seconds` longer", ("seconds",)),
+    "slow-copy": FaultKind("every copy in host memory takes `seconds` longer", ("seconds",)),
     "slow-rank": FaultKind(
         "the rank waits `seconds` before every step, with `step=5` from that on, with `step=5-9` before these",
         ("seconds",),
@@ -196,6 +197,11 @@ class Faults:
     def save_delay_seconds(self) -> float:
         """Additional seconds of each checkpoint write of this rank."""
         return sum(fault.seconds for fault in self._mine if fault.kind == "slow-save")
+
+    @property
+    def copy_delay_seconds(self) -> float:
+        """Additional seconds of each copy of this rank in host memory."""
+        return sum(fault.seconds for fault in self._mine if fault.kind == "slow-copy")
 
     def before_write(self) -> None:
         """Called before each write to a checkpoint. Raises OSError for an injected full disk."""

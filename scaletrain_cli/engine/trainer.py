@@ -168,10 +168,13 @@ class Trainer:
 
     def _train_until_end(self, state: LoopState) -> None:
         """Train until the last step, or until a rank receives a preemption signal. All ranks decide alike."""
+        copies = self.checkpointer.copies
         while True:
+            if copy_due := copies is not None and copies.is_due(state.step) and not state.at_last_step:
+                copies.wait()
             decision, measures = self.step_sync.agree(state.step, self.deferred_metrics.due(state.step))
             save_due = decision is StepDecision.SAVE or state.at_last_step
-            if save_due or state.evaluation_due or decision is StepDecision.PREEMPT:
+            if save_due or copy_due or state.evaluation_due or decision is StepDecision.PREEMPT:
                 agreed = self.step_sync.consensus.on_values
                 # None on a CPU, those of the newest step on a GPU.
                 measures += [each._replace(values=agreed(each.values)) for each in self.deferred_metrics.remaining()]
@@ -183,6 +186,8 @@ class Trainer:
             if save_due:
                 self.metrics.flush()  # an attempt that resumes here does not log these steps again
                 self.save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
+            if copy_due:
+                self._copy_to_memory(state.step)
             if state.evaluation_due:
                 if not self._evaluate(state):
                     continue  # preempted
@@ -245,6 +250,8 @@ class Trainer:
         """Save if there is time, and report how the attempt ended."""
         self.metrics.flush()
         self.metrics.finished = state.is_complete
+        if self.checkpointer.copies is not None:
+            self.checkpointer.copies.close()
         unsaved = self._save_before_exit(state.step)
         self._report("finished" if state.is_complete else "preempted", step=state.step, **unsaved)
         if state.is_complete:  # reported before: the deletion of old checkpoints may take minutes
@@ -334,6 +341,7 @@ class Trainer:
             restored = self.checkpointer.restore(begin.checkpoint)
             self.guard.load_state_dict(restored["guard"])
             before = restored.get("batch_norm_images")  # absent without batch normalization
+        source = {"saved_step": begin.saved_step} if begin.in_memory else {}
         kernel = {}
         if self.composed.model.language is not None:
             kernel["attention"] = attention_kernel_of(self.record.spec, self.record.plan.layout, self.device)
@@ -343,11 +351,12 @@ class Trainer:
             attempt=self.attempt,
             lost_steps=begin.lost_steps,
             passed_over=begin.passed_over,
+            **source,
             **kernel,
         )
         if before is not None and before != (now := self._images_of_statistics()):
             self._report("batch-norm-images", step=begin.step, before=before, now=now)
-        self.step_sync.schedule.begin_at(begin.step)
+        self.step_sync.schedule.begin_at(begin.saved_step)
         self.ledger.set_up_is_done()
         due = self.validation.is_due(begin.step) and not begin.evaluated
         state = LoopState(begin.step, self._last_step, due, list(begin.validations))
@@ -405,12 +414,22 @@ class Trainer:
         self.step_sync.save_begins(step)
         with self.ledger.during("save"):
             self.heartbeat.beat(step, "save")
-            state = {"step": step, **self.data.to_checkpoint(), "guard": self.guard.state_dict()}
-            state["skipped"] = [list(each) for each in self.guard.skipped]
-            if (images := self._images_of_statistics()) is not None:
-                state["batch_norm_images"] = images
-            self.checkpointer.save(step, state, wait=wait)
+            self.checkpointer.save(step, self._client_state(step), wait=wait)
         self.ledger.write()
+
+    def _copy_to_memory(self, step: int) -> None:
+        with self.ledger.during("save"):
+            self.heartbeat.beat(step, "save")
+            seconds = self.step_sync.schedule.step_seconds
+            # The metrics of these steps are not logged again by an attempt that resumes from the copy.
+            self.checkpointer.copy_to_memory(step, self._client_state(step), seconds, self.metrics.flush)
+
+    def _client_state(self, step: int) -> dict[str, Any]:
+        state = {"step": step, **self.data.to_checkpoint(), "guard": self.guard.state_dict()}
+        state["skipped"] = [list(each) for each in self.guard.skipped]
+        if (images := self._images_of_statistics()) is not None:
+            state["batch_norm_images"] = images
+        return state
 
     def _save_before_exit(self, step: int) -> dict[str, Any]:
         """Save and wait, unless the grace period is too short; return the details of a save that was left out."""

@@ -120,7 +120,7 @@ def begin_attempt(
     for folder in ("nodes", "failures"):
         make_folder(run.attempt(number) / folder)
     open_attempt(checkpoint_folder(run, spec), number)
-    newest = newest_checkpoint_step(run, spec)
+    newest = _newest_saved_step(run, spec)
     began = AttemptRecord(number, scheduler, job_id, tuple(nodes), time.time(), newest, revision=revision)
     _write(run, dataclasses.replace(began, lost_nodes_free=lost_nodes_free))
     return number
@@ -156,7 +156,7 @@ def with_outcome(
         reason=outcome.reason,
         message=str(outcome.why),
         decision=decision,
-        last_checkpoint_step=newest_checkpoint_step(run, spec),
+        last_checkpoint_step=_newest_saved_step(run, spec),
         last_step=last_logged_step(run),
         free_of_charge=outcome.lost and began.lost_nodes_free,
         **outcome.why.to_document(),
@@ -217,6 +217,14 @@ def newest_checkpoint_step(run: RunDir, spec: RunSpec) -> int | None:
     """
     newest_first = map(read_checkpoint, reversed(committed_folders(checkpoint_folder(run, spec))))
     return next((found.step for found in newest_first if isinstance(found, Checkpoint) and has_all_files(found)), None)
+
+
+def _newest_saved_step(run: RunDir, spec: RunSpec) -> int | None:
+    """Return the step of the newest checkpoint, on disk or as a copy in the host memory of this node, unverified."""
+    from scaletrain_cli.worker.memory_copies import newest_copy
+
+    steps = (newest_checkpoint_step(run, spec), newest_copy(run) if spec.checkpoint.in_memory != "off" else None)
+    return max((step for step in steps if step is not None), default=None)
 
 
 def attempt_outcome(

@@ -275,7 +275,8 @@ class Durability:
     checkpoint blocks training. ``seconds_between_losses``: mean time between interruptions without a last checkpoint.
     ``lost_work_seconds``: work to repeat, mean over all interruptions. ``wall_seconds``: the run with interruptions,
     but without waiting for capacity; None if it would never finish. ``copy_bytes_per_node``: host memory for the copy
-    of the state from which checkpoints are written.
+    of the state from which checkpoints are written. ``memory_copy_steps``: steps between copies in host memory, None
+    for none; ``memory_copy_bytes_per_node``: host memory for them.
     """
 
     checkpoint_bytes: int
@@ -292,6 +293,8 @@ class Durability:
     lost_work_seconds: float = 0.0
     wall_seconds: float | None = None
     copy_bytes_per_node: int = 0
+    memory_copy_steps: int | None = None
+    memory_copy_bytes_per_node: int = 0
 
 
 @dataclass(frozen=True)

@@ -120,16 +120,19 @@ def _above_zero(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return checked
 
 
-def or_word(word: str, parse: Callable[[Any], Any]) -> PlainValidator:
-    """Return a validator that accepts ``word`` as it is and passes anything else to ``parse``; one error names both."""
+def or_word(words: str, parse: Callable[[Any], Any]) -> PlainValidator:
+    """Return a validator that accepts ``words``, separated by " or ", and passes anything else to ``parse``.
+
+    One error names both.
+    """
 
     def checked(value: Any) -> Any:
-        if isinstance(value, str) and value == word:
+        if isinstance(value, str) and value in words.split(" or "):
             return value
         try:
             return parse(value)
         except PydanticCustomError as error:
-            raise PydanticCustomError("or_word", f"{error.message_template}, or {word}") from error
+            raise PydanticCustomError("or_word", f"{error.message_template}, or {words}") from error
 
     return PlainValidator(checked)
 
@@ -160,6 +163,11 @@ AutoBytes = Annotated[int | Literal["auto"], or_word("auto", _above_zero(parse_b
 AutoSeconds = Annotated[float | Literal["auto"], or_word("auto", _above_zero(parse_seconds)), WithJsonSchema(_QUANTITY)]
 AutoWhole = Annotated[
     int | Literal["auto"], or_word("auto", parse_whole), WithJsonSchema({"anyOf": [_WHOLE, {"const": "auto"}]})
+]
+AutoWholeOrOff = Annotated[
+    int | Literal["auto", "off"],
+    or_word("auto or off", parse_whole),
+    WithJsonSchema({"anyOf": [_WHOLE, {"enum": ["auto", "off"]}]}),
 ]
 AutoWholeOrZero = Annotated[
     int | Literal["auto"],

@@ -21,6 +21,7 @@ from scaletrain_cli.spec.notify import NotifySpec
 from scaletrain_cli.spec.quantities import (
     AutoSeconds,
     AutoWhole,
+    AutoWholeOrOff,
     AutoWholeOrZero,
     EnvName,
     EnvValue,
@@ -65,6 +66,11 @@ class CheckpointSpec(Section):
         description="metric, such as validation_loss or TASK/loss: also keep the checkpoint with its best value",
     )
     asynchronous: bool = Field(default=True, alias="async")
+    in_memory: AutoWholeOrOff = Field(
+        default="off",
+        description="steps between copies in the host memory of the nodes, from which killed ranks resume; auto: as "
+        "often as 1 % of the time permits",
+    )
     dir: Text = "auto"
     mirror: MirrorSpec = LEFT_OUT
 

@@ -46,6 +46,9 @@ def run_inconsistencies(spec: RunSpec) -> Iterator[tuple[str, str]]:
             yield "training.early_stopping.metric", f"must be a metric of the validation. Use {' or '.join(names)}."
     if spec.evaluation.tasks:
         yield from _evaluation_inconsistencies(spec)
+    if spec.checkpoint.in_memory != "off" and spec.code.own_program:
+        key = "code.command" if spec.code.command else "code.engine"
+        yield "checkpoint.in_memory", f"needs the built-in engine. Remove it, or {key}."
     if spec.checkpoint.keep_best is not None:
         yield from _keep_best_inconsistencies(spec, spec.checkpoint.keep_best)
     both = sorted(set(spec.secret_env) & spec.env.keys())

@@ -172,6 +172,10 @@ def durability_view(spec: RunSpec, durability: Durability) -> RenderableType:
     if durability.copy_bytes_per_node:
         copy = f"written from a copy of the state, {bytes_text(durability.copy_bytes_per_node)} of each node's memory"
         lines.insert(1, escaped_text(copy))
+    if (between := durability.memory_copy_steps) is not None:
+        size = bytes_text(durability.memory_copy_bytes_per_node)
+        copied = f"copied to host memory every {f'{whole_text(between)} steps' if between > 1 else 'step'}"
+        lines.insert(2, escaped_text(f"{copied}, which takes {size} more of each node's memory"))
     return Group(*lines)
 
 

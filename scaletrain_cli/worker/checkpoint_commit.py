@@ -156,16 +156,8 @@ def commit_checkpoint(
     nothing is committed then.
     """
     staging, final = staging_path(folder, attempt, step), checkpoint_path(folder, step)
-    manifest: dict[str, object] = {
-        "schema": "scaletrain.checkpoint/v1",
-        "step": step,
-        "world_size": world_size,
-        "clean": clean,
-        "attempt": attempt,
-        "files": {name: {"size": digest.size, "sha256": digest.sha256} for name, digest in sorted(files.items())},
-    }
     with _fenced(attempt):
-        _write_manifest(staging / MANIFEST, manifest)
+        write_manifest(staging / MANIFEST, step, files, world_size=world_size, clean=clean, attempt=attempt)
         for parent in {staging, *((staging / name).parent for name in files)}:
             sync_folder(parent)
         if _is_misnamed(final):
@@ -255,6 +247,21 @@ def _fenced(attempt: int) -> Iterator[None]:
 
 def _own_folder(folder: Path, attempt: int) -> Path:
     return folder / f"attempt-{attempt:04d}.tmp"
+
+
+def write_manifest(
+    path: Path, step: int, files: Mapping[str, FileDigest], *, world_size: int, clean: bool, attempt: int, **more: str
+) -> None:
+    """Write what ``parse_manifest`` reads, with ``more`` fields. Raises OSError."""
+    manifest: dict[str, object] = {
+        "schema": "scaletrain.checkpoint/v1",
+        "step": step,
+        "world_size": world_size,
+        "clean": clean,
+        "attempt": attempt,
+        "files": {name: {"size": digest.size, "sha256": digest.sha256} for name, digest in sorted(files.items())},
+    }
+    _write_manifest(path, {**manifest, **more})
 
 
 def _write_manifest(path: Path, manifest: Mapping[str, object]) -> None:

@@ -7,6 +7,7 @@ leaves no committed checkpoint.
 
 import json
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from scaletrain_cli.engine.checkpoint.exchange import HeldState, exchange
 from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
+from scaletrain_cli.engine.checkpoint.memory_copies import MemoryCopies
 from scaletrain_cli.engine.checkpoint.random_state import random_state, restore_random_state
 from scaletrain_cli.engine.checkpoint.resume_point import find_latest_valid
 from scaletrain_cli.engine.checkpoint.shard_file import RANDOM, Entry, ShardHeader, StateReader, shard_name, write_shard
@@ -127,19 +129,21 @@ class Checkpointer:
         local_sgd: LocalSGD | None = None,
         replicated: dict[str, Stateful],
         base: BaseFiles | None = None,
+        copies: MemoryCopies | None = None,
         expected_seconds: float,
     ) -> None:
         """``consensus``: with a timeout that is as long as a save may take.
 
         ``replicated``: further state that is the same on every rank, by name. ``base``: the files with the weights that
-        checkpoints do not store. ``expected_seconds``: the planned time of a save until it is committed, replaced by
-        the measured one after the first save.
+        checkpoints do not store. ``copies``: of the state in host memory. ``expected_seconds``: the planned time of a
+        save until it is committed, replaced by the measured one after the first save.
         """
         self._run, self._spec, self._ranks, self._consensus = run, spec.checkpoint, ranks, consensus
         self.folder = checkpoint_folder(run, spec)
         self._composed, self._mesh, self._base = composed, mesh, base
         self._not_stored = base_names(spec)
         self._average, self._attempt, self._replicated = average, attempt, replicated
+        self.copies = copies
         self._local_sgd = local_sgd
         self.engine_was_built()
         self._faults = faults
@@ -155,6 +159,7 @@ class Checkpointer:
         """Save and restore the present engine from now on."""
         self._states = ShardedState(self._composed.engine, self._composed.model, self._mesh, self._not_stored)
         self._snapshot = Snapshot(self._states, self._average, self._local_sgd)
+        self._copied = Snapshot(self._states, self._average, self._local_sgd)  # a save may still read the other one
         self._allocated = False
 
     @property
@@ -186,6 +191,8 @@ class Checkpointer:
         if not self._allocated and self._in_flight is None:
             self._allocated = True
             self._snapshot.take()
+            if self.copies is not None:
+                self._copied.take()
 
     def take_costs(self) -> list[SaveCost]:
         """Return the costs of the saves that were committed since the last call."""
@@ -256,8 +263,14 @@ class Checkpointer:
 
     def _begin(self, step: int, client_state: dict[str, Any]) -> None:
         started = time.monotonic()
-        entries, counts = self._snapshot.take()
+        header, entries, state = self._take(self._snapshot, client_state)
         copied = time.monotonic()
+        write = self._thread.submit(self._write, step, header, entries, state)
+        self._in_flight = _Save(step, copied - started, write, time.monotonic() - started)
+
+    def _take(self, snapshot: Snapshot, client_state: dict[str, Any]) -> tuple[ShardHeader, list[Entry], str]:
+        """Copy the state by ``snapshot``; return what the file of this rank has, and the content of ``STATE_FILE``."""
+        entries, counts = snapshot.take()
         header = ShardHeader(self._ranks.rank, self._states.owned, counts.usual, counts.others)
         entries.append(Entry(RANDOM, random_state(self._states.device)))
         parts = {name: part.state_dict() for name, part in self._replicated.items()}
@@ -268,9 +281,32 @@ class Checkpointer:
         saved = {"client": client_state, "counters": counters(self._composed.engine), "parts": parts}
         if self._base is not None:
             saved["base"] = to_document(self._base.folder, self._base.digests)
-        state = json.dumps(saved)
-        write = self._thread.submit(self._write, step, header, entries, state)
-        self._in_flight = _Save(step, copied - started, write, time.monotonic() - started)
+        return header, entries, json.dumps(saved)
+
+    def copy_to_memory(
+        self,
+        step: int,
+        client_state: dict[str, Any],
+        step_seconds: float | None,
+        before_complete: Callable[[], None],
+    ) -> None:
+        """Start a copy in host memory of the state after ``step`` steps; see ``MemoryCopies.begin``."""
+        assert self.copies is not None
+        began = time.monotonic()
+        taken = self._take(self._copied, client_state)
+        self.copies.begin(
+            step,
+            *taken,
+            needed=self._states.needed,
+            blocked_seconds=time.monotonic() - began,
+            step_seconds=step_seconds,
+            before_complete=before_complete,
+        )
+
+    def forget_copies(self, step: int) -> None:
+        """Remove the copies in host memory of later steps than ``step``."""
+        if self.copies is not None:
+            self.copies.forget(step)
 
     def _write(self, step: int, header: ShardHeader, entries: list[Entry], state: str) -> _Written:
         """Write and fsync the files of this rank, in the writing thread."""
@@ -375,12 +411,14 @@ class Checkpointer:
             raise UsageError(Reason("engine.local-sgd-groups-differ", params))
         restore_state(reader, self._states, self._average, self._composed.engine, self._local_sgd)
         self._snapshot.frozen_changed()
+        self._copied.frozen_changed()
         set_counters(self._composed.engine, state["counters"])
         for name, part in self._replicated.items():
             part.load_state_dict(state["parts"][name])
         if (saved := reader.random_state()) is not None:
             restore_random_state(saved, self._states.device)
-        self.committed_step = checkpoint.step
-        self._unmarked = set() if checkpoint.clean else {checkpoint.step}
+        if checkpoint.path.parent == self.folder:  # else a copy in host memory, which is still to be saved
+            self.committed_step = checkpoint.step
+            self._unmarked = set() if checkpoint.clean else {checkpoint.step}
         client: dict[str, Any] = state["client"]
         return client

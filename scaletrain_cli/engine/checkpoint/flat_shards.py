@@ -69,8 +69,16 @@ class ShardedState:
     @property
     def owned(self) -> dict[str, Slice]:
         """The slices that this rank saves, by name: of one parameter at most one."""
-        every: list[FlatShard | FrozenShard] = [*self.shards, *self.frozen, *self.buffers]
-        return {placed.slice.name: placed.slice for shard in every for placed in shard.owned}
+        return {placed.slice.name: placed.slice for shard in self._all for placed in shard.owned}
+
+    @property
+    def needed(self) -> list[Slice]:
+        """The slices that this rank reads from a checkpoint."""
+        return [placed.slice for shard in self._all for placed in shard.slices]
+
+    @property
+    def _all(self) -> list[FlatShard | FrozenShard]:
+        return [*self.shards, *self.frozen, *self.buffers]
 
     @contextmanager
     def weight(self, shard: FlatShard) -> Generator[Tensor]:

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ from scaletrain_cli.rundir.journal import has_committed, read_events, read_metri
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
+from scaletrain_cli.worker.memory_copies import read_copies
 
 T = TypeVar("T")
 _MOST_PROBLEMS_SHOWN = 5
@@ -37,7 +38,9 @@ class ResumePoint:
 
     ``step``: steps trained. ``evaluated``: the validation loss after them is logged. ``validations``: those of the spec
     up to there, in order, each with its measures by name; one at the end of a run that was continued with more steps is
-    left out. ``passed_over``: a line for each newer checkpoint that is not valid.
+    left out. ``passed_over``: a line for each newer checkpoint that is not valid. ``in_memory``: the checkpoint is a
+    copy in host memory, in the folder of this node; ``saved_step``: that of the latest valid one on disk, 0 without
+    one. ``copies_key``: that of the copies which this attempt makes.
     """
 
     checkpoint: Checkpoint | None
@@ -47,6 +50,9 @@ class ResumePoint:
     lost_steps: int
     passed_over: list[str]
     problem: Reason | None = None
+    in_memory: bool = False
+    saved_step: int = 0
+    copies_key: str = ""
 
 
 class Search(NamedTuple):
@@ -56,20 +62,44 @@ class Search(NamedTuple):
     passed_over: list[str]
     unreadable: bool
 
+    @property
+    def step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
 
 def find_resume_point(
-    run: RunDir, folder: Path, attempt: int, spec: RunSpec, ranks: Ranks, consensus: RankConsensus
+    run: RunDir,
+    folder: Path,
+    attempt: int,
+    spec: RunSpec,
+    ranks: Ranks,
+    consensus: RankConsensus,
+    *,
+    revision: int = 0,
+    copies: Path | None = None,
 ) -> ResumePoint:
     """Verify the checkpoints in ``folder``, move corrupt ones aside, and return where to resume. Collective.
 
+    A newer copy in host memory is used if all nodes have it whole; ``copies``: the folder of this node's, None to use
+    none. Only copies of the same ``revision`` of the run count, since it last started from scratch.
     Raises UsageError if there should be a checkpoint and none is valid, or if the latest one has more steps than
     ``spec``; UnreadableCheckpointsError if no node can read one, and WrongNodesError on a node that cannot read what
     others can.
     """
     search = find_latest_valid(folder, ranks, consensus)
-    found = _resume_point(run, folder, attempt, spec, search) if ranks.rank == 0 else None
+    copy, key, damaged = None, "", list[str]()
+    if copies is not None:
+        if ranks.rank == 0:
+            starts = sum(event["event"] == "from-scratch" for event in read_events(run))
+            key = f"revision {revision}, start {starts}"
+        key = consensus.follow_rank_zero(key)
+        copy, damaged = _find_copy(copies, key, search.step, ranks, consensus)
+    found = _resume_point(run, folder, attempt, spec, search, copy) if ranks.rank == 0 else None
     begin = consensus.follow_rank_zero(found)
     assert begin is not None
+    begin = replace(
+        begin, checkpoint=copy or begin.checkpoint, passed_over=[*damaged, *begin.passed_over], copies_key=key
+    )
     if begin.problem:
         raise UnreadableCheckpointsError(begin.problem) if search.unreadable else UsageError(begin.problem)
     if begin.step > spec.total_steps:  # the launcher sees no checkpoints on a volume of the nodes
@@ -107,6 +137,28 @@ def find_latest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, c
             passed_over += [f"{name}/{file}: {defect}" for file, defect in defects.items()]
             unreadable |= any(defect.kind == "unreadable" for defect in defects.values())
     return Search(None, passed_over, unreadable)
+
+
+def _find_copy(
+    folder: Path, key: str, saved_step: int, ranks: Ranks, consensus: RankConsensus
+) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest copy in host memory after ``saved_step`` that every rank has and verifies, and what is damaged.
+
+    Its files are those of the ranks of this node.
+    """
+    own = {step: copy for step, copy in read_copies(folder, ranks.rank, key).items() if step > saved_step}
+    steps = consensus.gather([step for step, copy in own.items() if copy.world_size == ranks.world_size])
+    common = sorted(set.intersection(*map(set, steps)), reverse=True) if steps is not None else []
+    damaged: list[str] = []
+    for step in consensus.follow_rank_zero(common):
+        parts = consensus.gather([f"{name}: {defect}" for name, defect in find_defects(own[step]).items()])
+        lines = [f"copy of step {step} in host memory, {line}" for part in parts or () for line in part]
+        if not (lines := consensus.follow_rank_zero(lines)):
+            here = (read_copies(folder, rank, key).get(step) for rank in range(ranks.world_size))
+            files = {name: digest for copy in here if copy is not None for name, digest in copy.files.items()}
+            return replace(own[step], files=files), damaged
+        damaged += lines
+    return None, damaged
 
 
 def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkpoint | Defect:
@@ -164,8 +216,10 @@ def _raise_for_nodes(path: Path, failing: Mapping[str, str], nodes: int) -> None
     )
 
 
-def _resume_point(run: RunDir, folder: Path, attempt: int, spec: RunSpec, search: Search) -> ResumePoint:
-    checkpoint, passed_over = search.checkpoint, search.passed_over
+def _resume_point(
+    run: RunDir, folder: Path, attempt: int, spec: RunSpec, search: Search, copy: Checkpoint | None
+) -> ResumePoint:
+    checkpoint, passed_over = copy or search.checkpoint, search.passed_over
     step = checkpoint.step if checkpoint is not None else 0
     problem: Reason | None = None
     # Corrupt folders count too, because a kill or a lost file may have lost the event of the commit.
@@ -177,9 +231,10 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, spec: RunSpec, search
         code = "engine.checkpoints-unreadable" if search.unreadable else "engine.no-valid-checkpoint"
         problem = Reason(code, {"folder": str(folder), "problems": found})
     else:
-        set_aside_newer(folder, step, attempt)
+        set_aside_newer(folder, search.step, attempt)
     metrics = read_metrics(run)
-    lines = [line for line in metrics if line["step"] <= step]
+    # The validation after a copy is repeated: what was to follow it, as the save of the best one, may be missing.
+    lines = [line for line in metrics if line["step"] <= step - (copy is not None)]
     # Steps lost before an earlier attempt started to train were counted then, even if it logged no step of its own.
     shown = {line["step"] for line in metrics}
     logged = [each for each in steps_logged_since_begun(run) if each in shown]
@@ -195,4 +250,6 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, spec: RunSpec, search
         lost_steps=max(0, max(logged, default=0) - step),
         passed_over=passed_over,
         problem=problem,
+        in_memory=copy is not None,
+        saved_step=search.step,
     )

@@ -69,6 +69,11 @@ class CheckpointSchedule:
         """Steps between checkpoints at present."""
         return self._interval_steps
 
+    @property
+    def step_seconds(self) -> float | None:
+        """Median time of the latest training steps; None before the first one."""
+        return median(self._steps) if self._steps else None
+
     def begin_at(self, step: int) -> None:
         """Count from ``step``: its state is saved, or training starts there."""
         self._saved_at = step

@@ -164,6 +164,7 @@ class GuardActions:
         from_batch = max(self.guard.first_outlier(step) - margin, target.step + 1)
         skip = self.batch_number(from_batch), self.batch_number(trained)
         rollback = Rollback(from_step=trained, to_step=target.step, skip=skip)
+        self.checkpointer.forget_copies(target.step)
         if self.ranks.rank == 0:
             self.checkpointer.delete_newer(target.step)
             forget_newer(self.run, target.step)

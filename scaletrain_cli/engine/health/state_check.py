@@ -202,6 +202,7 @@ class StateCheck:
         reason, named = verdict
         self.heartbeat.beat(self._compared.step, "save")
         self.checkpointer.finish()
+        self.checkpointer.forget_copies(self.clean_step)
         if self.ranks.rank == 0:
             set_aside_newer(self.checkpointer.folder, self.clean_step, self.attempt)
             forget_newer(self.run, self.clean_step)

@@ -76,6 +76,7 @@ from scaletrain_cli.safe_files import (
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import Failure, write_failure
+from scaletrain_cli.worker.memory_copies import copies_folder, remove_abandoned, remove_copies
 from scaletrain_cli.worker.run_environment import RENDEZVOUS_VARIABLE
 
 _LAST_SUBMISSION_SECONDS = 5.0  # for which the job keeps its nodes after the last rank has ended
@@ -197,6 +198,8 @@ def run_node(options: AgentOptions) -> int:
             where = f"written to the folder of the code are removed: {listed(lost[:5])}"
             logger.warning("%d files %s. Programs must write to $SCALETRAIN_RUN_DIR", len(lost), where)
     ended = replace(node, ranks=tuple(ranks), ended=time.time(), exit_code=code, first_failure=first_failure)
+    if code != ExitCode.CRASHED or watch.preempted:  # else the next attempt may begin on this node
+        remove_copies(copies_folder(run))
     _remove(*_own_folders(run, record, options))
     if watch.disk_full is not None:
         write_failure(run, options.attempt, f"{node.node}-disk", watch.disk_full)
@@ -323,6 +326,7 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     if os.path.isdir(record.working_folder):
         os.chdir(record.working_folder)
     own = _own_folders(run, record, options)
+    remove_abandoned(copies_folder(run))
     for folder in (found for mine in own for found in mine.parent.glob("attempt-*")):
         if not folder.name.startswith(f"attempt-{options.attempt:04d}-"):
             _remove(folder)  # of an attempt whose agent was killed, or counts as lost

@@ -42,6 +42,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import locked
+from scaletrain_cli.worker.memory_copies import copies_folder, remove_copies
 
 WAIT_SECONDS = 1.0
 _AGENT_MARGIN_SECONDS = 30.0  # beyond the grace period, which the agent enforces itself unless it hangs
@@ -120,6 +121,7 @@ class OneNodeJob:
                 return ExitCode.PREEMPTED
 
     def _conclude(self, decision: Decision) -> int:
+        remove_copies(copies_folder(self.run))
         code = conclude_run(self.run, decision)
         return ExitCode.DO_NOT_REQUEUE if self.requeued and code == ExitCode.PREEMPTED else code
 

@@ -7,8 +7,11 @@ from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.reliability.durability import (
+    MEMORY_SHARE,
     SPOT_HOURS_BETWEEN_PREEMPTIONS,
     gpu_hours_between_failures,
+    memory_copies_lack_room,
+    memory_copy_bytes,
     spare_nodes_pay_from,
 )
 from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
@@ -70,6 +73,12 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory) -> Iterator[Rea
 
 
 def _about_host_memory(spec: RunSpec, layout: Layout, memory: Memory, durability: Durability) -> Iterator[Reason]:
+    if spec.checkpoint.in_memory != "off" and durability.memory_copy_steps is None:
+        every, share = durability.interval_steps, MEMORY_SHARE
+        if memory_copies_lack_room(spec, needed := memory_copy_bytes(spec, durability.checkpoint_bytes)):
+            yield Reason("plan.memory-copies-too-large", {"needed": needed, "share": share})
+        else:
+            yield Reason("plan.memory-copies-too-rare", {"every": every})
     offloaded = memory.host * min(spec.cluster.gpus_per_node, layout.world_size)
     copied = durability.copy_bytes_per_node
     given = spec.cluster.section.host_memory_per_node

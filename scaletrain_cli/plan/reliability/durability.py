@@ -41,6 +41,12 @@ _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER = 12 * 992
 # Mean hours between preemptions of a job, of any size, because capacity is lost by zone more than by node: pooled over
 # 21 traces of AWS V100 and K80 instances (skypilot-org/spot-traces, 2022 and 2023).
 SPOT_HOURS_BETWEEN_PREEMPTIONS = 2.4
+# Copies in host memory: the share of the time that those of ``auto`` may take, and the share of the free host memory.
+MEMORY_COST, MEMORY_SHARE = 0.01, 0.5
+# The two newest, and the buffers from which the next one is written.
+_COPIES_HELD = 3
+# Bytes/s at which a rank writes and hashes a copy by SHA-256, with the processor's instructions for it; an assumption.
+_HASHED_BYTES_PER_SECOND = 1e9
 # Above this number of expected interruptions per interval no run finishes, and exp() would overflow.
 _MOST_INTERRUPTIONS = 700.0
 # Halvings of the interval in which the best time between checkpoints is searched for, and a margin for rounding.
@@ -133,6 +139,7 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
     # A spare node replaces one that fails; a preemption takes the whole job.
     after_loss = (failures * _replacement_seconds(spec, size, device) + (sudden - failures) * restart) / sudden
     behind = save - blocked
+    copy_steps, copies = _memory_copies(spec, size, time.step, interval_steps, device)
     goodput = expected_goodput(interval, save, blocked, after_loss, sudden) / (1 + noticed * (restart + save))
     wall = time.to_train / goodput if goodput > 0 else None
     return Durability(
@@ -150,7 +157,36 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         lost_work_seconds=(_lost_seconds(interval + blocked, sudden) + behind) * sudden * between,
         wall_seconds=wall,
         copy_bytes_per_node=math.ceil(size / spec.cluster.nodes),
+        memory_copy_steps=copy_steps,
+        memory_copy_bytes_per_node=copies,
     )
+
+
+def _memory_copies(
+    spec: RunSpec, size: int, step: float, interval_steps: int, device: Accelerator
+) -> tuple[int | None, int]:
+    """Return the steps between copies in host memory, and their bytes on each node; None and 0 for no copies."""
+    given, bytes_per_node = spec.checkpoint.in_memory, memory_copy_bytes(spec, size)
+    if given == "off" or memory_copies_lack_room(spec, bytes_per_node):
+        return None, 0
+    if given != "auto":
+        every = given
+    else:
+        blocked = size / (min(_COPY_BYTES_PER_SECOND_PER_GPU, device.host_bandwidth) * spec.world_size)
+        written = size / (_HASHED_BYTES_PER_SECOND * spec.world_size)
+        every = max(1, math.ceil(max(blocked / MEMORY_COST, written) / step))
+    return (every, bytes_per_node) if every < interval_steps else (None, 0)
+
+
+def memory_copy_bytes(spec: RunSpec, size: int) -> int:
+    """Return the host memory of each node for copies of a state of ``size`` bytes in host memory."""
+    return _COPIES_HELD * math.ceil(size / spec.cluster.nodes)
+
+
+def memory_copies_lack_room(spec: RunSpec, bytes_per_node: int) -> bool:
+    """Return whether copies do not fit in their share of the host memory that the spec requests."""
+    given = spec.cluster.section.host_memory_per_node
+    return given is not None and bytes_per_node > MEMORY_SHARE * given
 
 
 def most_goodput(spec: RunSpec, device: Accelerator, size: int, step_seconds: float) -> float:

@@ -52,6 +52,10 @@ _WARNINGS: Texts = {
     "which checkpoints are written {copied:bytes}: more than {key} = {given:bytes}. The kernel would kill the job",
     "host-memory-unchecked": "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from "
     "which checkpoints are written {copied:bytes}; whether the nodes have so much is not checked",
+    "memory-copies-too-large": "checkpoint.in_memory is off: copies of the state would take {needed:bytes} of each "
+    "node's memory, more than {share:percent} of what the job requests",
+    "memory-copies-too-rare": "checkpoint.in_memory is off: copies in host memory would be no more frequent than "
+    "checkpoints, every {every:of step}",
     "emulated-precision": "{device} has no {precision} units: {precision} is emulated, slowly. Times assume fp32 speed",
     "large-heads": "model.head_dim = {head_dim}: fused attention supports at most {largest}; memory grows with "
     "seq_len squared",

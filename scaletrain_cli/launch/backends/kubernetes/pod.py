@@ -71,10 +71,10 @@ def cores_per_node(spec: RunSpec) -> int:
     return cores_per_rank(spec) * cluster.gpus_per_node
 
 
-def shm_bytes(spec: RunSpec) -> int:
-    """Return the size of /dev/shm in bytes: 1 GiB, and 1 GiB for each rank."""
-    given = spec.cluster.kubernetes.shm_size
-    return given if given != "auto" else _SHM_BASE_BYTES + _SHM_RANK_BYTES * spec.cluster.gpus_per_node
+def shm_bytes(spec: RunSpec, plan: RunPlan) -> int:
+    """Return the size of /dev/shm in bytes: 1 GiB, 1 GiB for each rank, and the copies of ``checkpoint.in_memory``."""
+    given, copies = spec.cluster.kubernetes.shm_size, plan.durability.memory_copy_bytes_per_node
+    return given if given != "auto" else _SHM_BASE_BYTES + _SHM_RANK_BYTES * spec.cluster.gpus_per_node + copies
 
 
 def memory_bytes(spec: RunSpec, plan: RunPlan) -> int:
@@ -87,7 +87,7 @@ def memory_bytes(spec: RunSpec, plan: RunPlan) -> int:
         return given
     rank = plan.memory.host + (_CPU_RANK_BYTES + plan.memory.peak if spec.cluster.gpu == "cpu" else _GPU_RANK_BYTES)
     rank += reader_bytes(spec, plan.layout)
-    whole = plan.durability.copy_bytes_per_node + shm_bytes(spec) + _AGENT_BYTES + ranks * rank
+    whole = plan.durability.copy_bytes_per_node + shm_bytes(spec, plan) + _AGENT_BYTES + ranks * rank
     return -(-whole // _GIB) * _GIB
 
 
@@ -186,7 +186,7 @@ def pod_template(
 ) -> dict[str, Any]:
     """Return ``metadata`` and ``spec`` of every pod. ``avoid``: names of nodes to exclude."""
     kubernetes = spec.cluster.kubernetes
-    volumes = list(_volumes(spec, workload.config_map, documents, shm_bytes(spec)))
+    volumes = list(_volumes(spec, workload.config_map, documents, shm_bytes(spec, plan)))
     pod = _pod(spec, _container(spec, plan, workload), volumes, tolerations(spec), grace_seconds(spec))
     if kubernetes.pod_priority is not None:
         pod["priorityClassName"] = kubernetes.pod_priority
