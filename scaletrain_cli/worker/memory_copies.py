@@ -22,7 +22,7 @@ from scaletrain_cli.rundir.checkpoints import (
     committed_folders,
     parse_manifest,
 )
-from scaletrain_cli.rundir.documents import DamagedError, parse_json, read_content
+from scaletrain_cli.rundir.documents import DamagedError, documents_in, entries, parse_json, read_content
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import locked, make_private_folder, open_to_append
 from scaletrain_cli.worker.checkpoint_commit import write_manifest
@@ -79,7 +79,8 @@ def newest_copy(run: RunDir) -> int | None:
     For the node of the first rank.
     """
     paths = reversed(committed_folders(copies_folder(run)))
-    return next((int(path.name.removeprefix("step-")) for path in paths if any(path.glob("rank-*.json"))), None)
+    manifests = (file for path in paths for file in documents_in(path) if file.name.startswith("rank-"))
+    return next((int(file.parent.name.removeprefix("step-")) for file in manifests), None)
 
 
 def _has_key(content: bytes, key: str) -> bool:
@@ -98,9 +99,11 @@ def drop_copies(folder: Path, rank: int, *, before: float = -math.inf, after: fl
     for path in committed_folders(folder):
         if not before <= int(path.name.removeprefix("step-")) <= after:
             (path / _manifest(rank)).unlink(missing_ok=True)
-            for file in path.glob(f"rank-{rank:05d}.*"):
-                file.unlink(missing_ok=True)
-            if not any(path.glob("rank-*")):  # the last rank of this node
+            for file in entries(path):
+                if file.name.startswith(f"rank-{rank:05d}."):
+                    file.unlink(missing_ok=True)
+            # The last rank of this node; two ranks may do so at once.
+            if not any(file.name.startswith("rank-") for file in entries(path)):
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -2,23 +2,150 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scaletrain_cli.worker.memory_copies import copies_folder
-from tests.drills.campaign.forked_attempts import ForkedRun
+from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.launch.preparation import prepare_data
+from scaletrain_cli.launch.status import run_status
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.memory_copies import copies_folder, read_copies, remove_copies
+from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, strays
+from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES
 from tests.drills.conftest import Undisturbed
-from tests.drills.training_runs import Drill, assert_same_run, drill_spec
+from tests.drills.training_runs import STEPS, drill_spec, submit_drill
 
 pytestmark = pytest.mark.drill
 
+NO_SAVES = {"checkpoint__every": 1000, "checkpoint__in_memory": 1}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **ZERO_STAGES,
+    "tensor parallel": {"layout__zero_stage": 1, "layout__tensor_parallel": 2},
+    "pipeline parallel": {"layout__zero_stage": 1, "layout__pipeline_parallel": 2},
+    "LoRA, stage 1": {**FINE_TUNING["SFT with LoRA, ZeRO-3"], "layout__zero_stage": 1},
+    "LoRA, stage 3": FINE_TUNING["SFT with LoRA, ZeRO-3"],
+}
+EVERY = 8  # steps between checkpoints
+# Kills of each layout; `MEMORY_KILLS=100` for more.
+KILLS = int(os.environ.get("MEMORY_KILLS", "6"))
 
-def test_a_killed_rank_loses_one_step(dataset: Path, undisturbed: Undisturbed) -> None:
-    run = ForkedRun.create(drill_spec(dataset, checkpoint__every=1000, checkpoint__in_memory=1))
-    run.attempt(fault="sigkill rank=1 step=17")
+
+@pytest.fixture(autouse=True)
+def copies_are_removed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Remove the copies of forked runs, which have no node agent."""
+    made: list[RunDir] = []
+    create = ForkedRun.create.__func__  # type: ignore[attr-defined]
+
+    def created(cls: type[ForkedRun], *given: Any) -> ForkedRun:
+        made.append((run := create(cls, *given)).run)
+        return run
+
+    monkeypatch.setattr(ForkedRun, "create", classmethod(created))
+    yield
+    for run in made:
+        remove_copies(copies_folder(run))
+
+
+def lost(run: ForkedRun) -> list[int]:
+    return [event["lost_steps"] for event in run.events("resumed")]
+
+
+def test_a_killed_rank_loses_one_step_and_no_bit(dataset: Path, undisturbed: Undisturbed) -> None:
+    run = ForkedRun.create(drill_spec(dataset, **NO_SAVES))
+    run.attempt(fault="sigkill rank=1 step=17; slow-copy rank=1 seconds=0.1")
     run.attempts_to_end()
-    print(run.events("started", "resumed", "memory-copies", "memory-copies-off", "checkpoint"))
-    assert [event["lost_steps"] for event in run.events("resumed")] == [1]
-    assert_same_run(Drill(run.run, None), undisturbed(checkpoint__every=1000))  # type: ignore[arg-type]
+    assert run.events("resumed")[0]["step"] == 15  # the copy after step 16 was being written
+    assert lost(run) == [1]
+    assert [checkpoint.step for checkpoint in list_checkpoints(run.run.checkpoints)] == [STEPS]
+    assert strays(run, undisturbed()) == []
+
+
+def no_strike(attempt: Attempt) -> None:
+    """Leave it to the fault."""
+
+
+def struck(run: ForkedRun, begun: int, chance: random.Random) -> tuple[Attempt, int]:
+    """Run an attempt after step ``begun`` that is killed; return it with the step that the next one must begin at."""
+    kind = chance.choice(("of a rank", "in a copy", "in a save", "at the start"))
+    rank, step = chance.randrange(2), chance.randrange(begun + 1, min(begun + 6, STEPS) + 1)
+    if kind == "in a save":
+        step = min((begun + 8) // EVERY * EVERY + 1, STEPS)
+    fault, strike = f"sigkill rank={rank} step={step}", no_strike
+    fault += {"in a copy": f"; slow-copy rank={rank} seconds=0.05", "in a save": "; slow-save seconds=0.5"}.get(
+        kind, ""
+    )
+    if kind == "at the start":
+        step, fault = 0, ""
+
+        def strike(attempt: Attempt) -> None:
+            attempt.pids()
+            attempt.over.wait(chance.uniform(0, 0.6))
+            attempt.send(signal.SIGKILL, rank)
+
+    print(f"{run.run.run_id}: killed {kind}, after step {begun}: {fault}")
+    return run.attempt(strike, fault), max(begun, step - 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kills_of_every_kind_lose_one_step_at_most_and_no_bit(
+    layout: str, dataset: Path, chance: random.Random
+) -> None:
+    chance.seed(f"{chance.random()} {layout}")
+    spec = drill_spec(dataset, **{**LAYOUTS[layout], "checkpoint__every": EVERY, "checkpoint__in_memory": 1})
+    prepare_data(spec)
+    undisturbed = ForkedRun.create(spec)
+    undisturbed.attempts_to_end()
+    kills = 0
+    while kills < KILLS:
+        run, begun = ForkedRun.create(spec), 0
+        while kills < KILLS and begun < STEPS - 10 and not run.events("finished"):
+            attempt, least = struck(run, begun, chance)
+            kills += attempt.exit_codes is None
+            begun = max(read_copies(copies_folder(run.run), 0, "revision 0, start 0"), default=0)
+            assert begun >= least or run.events("finished")
+        run.attempts_to_end()
+        assert max(lost(run), default=0) <= 1, run.events()
+        assert strays(run, undisturbed) == []
+
+
+@pytest.mark.long
+def test_ranks_and_agents_killed_under_the_supervisor_lose_one_step_and_the_memory_is_given_back(
+    dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress without a checkpoint counts: otherwise three failures would end the run."""
+    kills = "sigkill rank=0 step=8 attempt=1; sigkill-agent rank=1 step=15 attempt=2; sigkill rank=1 step=22 attempt=3"
+    monkeypatch.setenv(VARIABLE, f"{kills}; exception rank=0 step=29 attempt=4")
+    drill = submit_drill(dataset, **NO_SAVES, restarts="{crash: 10, node: 10}")
+    folder = copies_folder(drill.run)
+    drill.wait_for_step(16)
+    assert run_status(drill.run).steps_lost_total <= 1
+    drill.wait_for_end()
+    ends = [event["reason"] for event in drill.events("attempt-ended")]
+    assert ends == ["killed", "node", "killed", "crash", "done"]
+    resumed = [event["step"] for event in drill.events("resumed")]
+    trained = [7, 14, 21, 28]
+    assert [max(step, last - 1) for step, last in zip(resumed, trained, strict=True)] == resumed
+    assert not folder.exists()
+    assert strays(drill, undisturbed()) == []
+
+
+@pytest.mark.long
+def test_a_start_under_the_supervisor_that_is_killed_keeps_the_copies(dataset: Path, undisturbed: Undisturbed) -> None:
+    drill = submit_drill(dataset, **NO_SAVES, restarts="{crash: 10}")
+    drill.wait_for_step(12)
+    os.kill(drill.rank_pids()[0], signal.SIGKILL)
+    drill.wait_for(lambda: len(drill.run.attempts()) > 1 and len(drill.rank_pids()) > 1)
+    os.kill(drill.rank_pids()[1], signal.SIGKILL)  # while it imports
+    drill.wait_for_end()
+    (resumed,) = drill.events("resumed")
+    assert (resumed["attempt"], resumed["lost_steps"] <= 1, resumed["saved_step"]) == (3, True, 0)
+    assert resumed["step"] >= 11
+    assert strays(drill, undisturbed()) == []

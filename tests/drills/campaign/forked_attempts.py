@@ -27,7 +27,7 @@ from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec
-from tests.drills.training_runs import differences
+from tests.drills.training_runs import Drill, differences
 from tests.engine.checkpoint.whole_state import whole_state
 from tests.engine.ranks import RanksFailedError, on_ranks
 
@@ -148,7 +148,7 @@ def _pid_file(run: RunDir, number: int, rank: int) -> Path:
     return run.attempt(number) / f"rank-{rank}.pid"
 
 
-def strays(hurt: ForkedRun, undisturbed: ForkedRun) -> list[str]:
+def strays(hurt: ForkedRun | Drill, undisturbed: ForkedRun | Drill) -> list[str]:
     """Return the differences of two finished runs, to the bit: losses by step, and values of the last checkpoint."""
     losses = [
         {line["step"]: line["loss"] for line in read_metrics(run.run) if "loss" in line} for run in (hurt, undisturbed)

@@ -1,3 +1,4 @@
+import os
 import shutil
 import threading
 import time
@@ -16,11 +17,12 @@ from scaletrain_cli.engine.checkpoint.resume_point import (
 )
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
-from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, find_defects, read_checkpoint
+from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, checkpoint_path, find_defects, read_checkpoint
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.failures import failure_reason_of
+from scaletrain_cli.worker.memory_copies import complete_copy, open_copies
 from tests.launch.conftest import make_spec
 
 SPEC = make_spec("training.steps=30", "evaluation.every=10")
@@ -144,6 +146,8 @@ class Job:
 
     def __init__(self, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.unreadable = run, dict[str, set[str]]()
+        self.memory: Path | None = None  # folder of the nodes' copies
+        self.revision = 0
         self._here, self._barrier = threading.local(), threading.Barrier(4)
         self._items: list[Any] = [None] * 4
         monkeypatch.setattr(beginning_module, "_own_node", lambda: self._here.node)
@@ -153,7 +157,8 @@ class Job:
     def _cannot_read(self, path: Path) -> bool:
         return f"{path.parent.name}/{path.name}" in self.unreadable.get(self._here.node, ())
 
-    def _find_defects(self, checkpoint: Checkpoint, names: list[str]) -> dict[str, Defect]:
+    def _find_defects(self, checkpoint: Checkpoint, names: list[str] | None = None) -> dict[str, Defect]:
+        names = list(checkpoint.files) if names is None else names
         blind = {name: Defect("unreadable", "Input/output error") for name in names}
         readable = [name for name in names if not self._cannot_read(checkpoint.path / name)]
         return {name: blind[name] for name in names if name not in readable} | find_defects(checkpoint, readable)
@@ -171,7 +176,9 @@ class Job:
         self._here.node, self._here.rank = f"node {rank // 2}", rank
         try:
             ranks = Ranks(rank, 4, rank % 2)
-            return find_resume_point(self.run, self.run.checkpoints, 1, SPEC, ranks, self)  # type: ignore[arg-type]
+            copies = None if self.memory is None else self.memory / self._here.node
+            place = (self.run, self.run.checkpoints, 1, SPEC, ranks, self)
+            return find_resume_point(*place, revision=self.revision, copies=copies)  # type: ignore[arg-type]
         except ScaletrainError as error:
             return error
 
@@ -251,3 +258,96 @@ def test_a_checkpoint_copied_to_another_step_s_name_is_reported_and_not_used(run
     assert "step-00000030/manifest.json: is the manifest of step 12" in begin.passed_over[0]
     kept = {path.name for path in run.checkpoints.iterdir()}
     assert {"step-00000012", "step-00000018", "step-00000024", "step-00000030"} <= kept
+
+
+def copy(job: Job, step: int, *, ranks: int = 4, world_size: int = 4, start: int = 0) -> None:
+    """Copy the state after a step to the memory of both nodes, by the first ranks."""
+    job.memory = job.run.path / "memory"
+    for rank in range(ranks):
+        folder = job.memory / f"node {rank // 2}"
+        os.close(open_copies(folder))
+        place = checkpoint_path(folder, step)
+        place.mkdir(exist_ok=True)
+        writer = checkpoint_commit.HashingWriter(place / PATTERN.format(rank))
+        writer.write(b"weights" * 100)
+        files, key = {PATTERN.format(rank): writer.close()}, f"revision 0, start {start}"
+        complete_copy(folder, step, rank, files, key=key, world_size=world_size, attempt=1)
+
+
+def resumed(job: Job) -> tuple[int, bool]:
+    """Return the step, the same on every rank, and whether its state is in memory."""
+    found = job.begin()
+    assert all(isinstance(each, ResumePoint) for each in found), found
+    (answer,) = {(each.step, each.in_memory) for each in found if isinstance(each, ResumePoint)}
+    return answer
+
+
+def test_a_newer_copy_in_memory_is_used_by_each_rank_from_its_own_node(job: Job) -> None:
+    copy(job, 23)
+    copy(job, 24)
+    copy(job, 25, ranks=3)  # a rank was killed while it wrote
+    assert resumed(job) == (24, True)
+    for rank, begin in enumerate(job.begin()):
+        assert isinstance(begin, ResumePoint)
+        assert begin.checkpoint is not None
+        assert begin.checkpoint.path == checkpoint_path(job.run.path / f"memory/node {rank // 2}", 24)
+        assert sorted(begin.checkpoint.files) == [PATTERN.format(each) for each in (rank // 2 * 2, rank // 2 * 2 + 1)]
+        assert begin.saved_step == 20
+
+
+def test_a_flipped_bit_in_one_copy_leaves_the_one_before(job: Job) -> None:
+    copy(job, 23)
+    copy(job, 24)
+    file = checkpoint_path(job.run.path / "memory/node 1", 24) / PATTERN.format(3)
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    assert resumed(job) == (23, True)
+    assert all(f"copy of step 24 in host memory, {PATTERN.format(3)}" in each.passed_over[0] for each in job.begin())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"world_size": 8}, {"ranks": 2}, {"start": 1}],
+    ids=["of another layout", "of one node alone", "from before a start from scratch"],
+)
+def test_another_copy_is_not_used(job: Job, settings: dict[str, Any]) -> None:
+    copy(job, 24, **settings)
+    assert resumed(job) == (20, False)
+
+
+def test_a_copy_from_before_a_change_of_settings_is_not_used(job: Job) -> None:
+    copy(job, 24)
+    job.revision = 1
+    assert resumed(job) == (20, False)
+
+
+def test_a_copy_that_is_not_newer_than_the_checkpoint_is_not_used(job: Job) -> None:
+    copy(job, 20)
+    assert resumed(job) == (20, False)
+
+
+def test_a_damaged_copy_of_a_run_without_a_checkpoint_does_not_stop_it(run: RunDir, job: Job) -> None:
+    copy(job, 24)
+    for path in run.checkpoints.glob("step-*"):
+        checkpoint_commit.delete_checkpoint(path)
+    run.events.unlink()
+    (checkpoint_path(run.path / "memory/node 0", 24) / PATTERN.format(0)).write_bytes(b"")
+    assert resumed(job) == (0, False)
+
+
+def test_a_copy_replaces_damaged_checkpoints_and_these_are_set_aside(run: RunDir, job: Job) -> None:
+    copy(job, 24)
+    for step in (10, 20):
+        (run.checkpoints / f"step-000000{step}" / PATTERN.format(1)).write_bytes(b"cut")
+    assert resumed(job) == (24, True)
+    assert (run.checkpoints / "damaged-step-00000020").is_dir()
+
+
+def test_the_validation_after_a_copy_is_repeated(job: Job) -> None:
+    """The save of the best checkpoint, which follows it, may be missing."""
+    copy(job, 30)
+    for step in (10, 20, 30):
+        append_line(job.run.metrics, {"step": step, "loss": 1.0, "validation_loss": float(step)})
+    begin = job.begin()[0]
+    assert isinstance(begin, ResumePoint)
+    assert (begin.step, begin.evaluated, begin.lost_steps) == (30, False, 0)
+    assert [each["validation_loss"] for each in begin.validations] == [10.0, 20.0]
