@@ -31,6 +31,20 @@ pytestmark = [pytest.mark.drill, pytest.mark.long]
             {"step": 21, "clean_step": 14, "ranks": [0, 1], "code": "engine.replicas-differ"},
             id="two replicas",
         ),
+        pytest.param(
+            "bit-flip rank=1 step=33 part=optimizer-state bit=12345 attempt=1",
+            {"layout__zero_stage": 2, "guard__checksum": 1, "checkpoint__in_memory": 1},
+            ["hardware", "done"],
+            {"step": 33, "clean_step": 32, "ranks": [1], "code": "engine.state-changed"},
+            id="named, with copies in host memory",
+        ),
+        pytest.param(
+            "bit-flip rank=1 step=16 part=weights bit=12345 attempt=1",
+            {"layout__zero_stage": 0, "guard__checksum": 7, "checkpoint__in_memory": 1},
+            ["crash", "done"],
+            {"step": 21, "clean_step": 14, "ranks": [0, 1], "code": "engine.replicas-differ"},
+            id="two replicas, with copies of the corrupt state in host memory",
+        ),
     ],
 )
 def test_a_run_resumes_from_before_the_corruption(
@@ -49,7 +63,8 @@ def test_a_run_resumes_from_before_the_corruption(
     assert {key: event[key] for key in found} == found
     assert [each["reason"] for each in drill.events("attempt-ended")] == reasons
     (resumed,) = drill.events("resumed")
-    assert resumed["step"] == found["clean_step"] // 10 * 10
+    copied = "checkpoint__in_memory" in kind and found["step"] == 33  # after step 32, the last clean one
+    assert resumed["step"] == (found["clean_step"] if copied else found["clean_step"] // 10 * 10)
     assert drill.run.checkpoints.joinpath("damaged-step-00000020").exists() == (found["step"] == 21)
     assert len(read_bad_nodes(drill.run.path.parent, time.time())) == reasons.count("hardware")
     monkeypatch.delenv(VARIABLE)

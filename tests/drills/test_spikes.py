@@ -54,12 +54,13 @@ def test_a_nan_in_the_data_is_skipped_where_the_guard_may_roll_back(
     assert_same_run(drill, undisturbed(data__skip="[[30, 31]]", **kind))
 
 
+@pytest.mark.parametrize("in_memory", ["off", 1])
 def test_a_kill_right_after_a_rollback_does_not_bring_the_bad_data_back(
-    dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+    in_memory: object, dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Slow, so that there is time to kill it on its way from the checkpoint to the end.
     monkeypatch.setenv(VARIABLE, "spike step=26-28 factor=20; slow-rank rank=0 seconds=0.2 attempt=1")
-    drill = submit_drill(dataset)
+    drill = submit_drill(dataset, checkpoint__in_memory=in_memory)
     drill.wait_for(lambda: drill.events("rolled-back"))
     os.kill(drill.rank_pids()[1], signal.SIGKILL)
     drill.wait_for_end()

@@ -16,9 +16,11 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON, TOKEN
 from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus
 from scaletrain_cli.spec.slurm import UNLIMITED_SECONDS
+from scaletrain_cli.worker.memory_copies import copies_folder
 
 # Variables of Slurm, devices, the cluster's network, and Kerberos, which a home folder may need.
 _FAMILIES = (
@@ -205,6 +207,7 @@ def job_script(
         "while :; do",
         *(f"    {line}" if line else "" for line in _attempt_lines(spec, run_folder, sizes)),
         "done",
+        *_freed_memory(spec, run_folder),
         'case "${decision[0]-}" in requeue | restart) ;; *) exit "$code" ;; esac',
         '[ "${decision[0]}" = restart ] || ended_by_slurm= # a signal that came before was no end of the job',
         "",
@@ -297,6 +300,16 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
     # A step of which a lost node is left holds its CPUs and its memory on all nodes.
     beside = " --overlap --mem=0" if exchanges else ""
     yield f"patience=(--immediate={_LONGEST_WAIT_FOR_NODES_SECONDS}{beside})"
+
+
+def _freed_memory(spec: RunSpec, run_folder: Path) -> Iterator[str]:
+    """Yield lines that remove the copies in host memory: after an attempt, the agents leave them for the next one."""
+    if spec.checkpoint.in_memory != "off":
+        yield "# No attempt follows in this job: give back the memory of the nodes."
+        yield "timeout 60 srun --overlap --mem=0 --mpi=none --kill-on-bad-exit=0 --ntasks-per-node=1 \\"
+        yield '    --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\'
+        yield f"    rm -rf -- {shlex.quote(str(copies_folder(RunDir(run_folder))))} 2>/dev/null &"
+        yield "wait $!"
 
 
 def _growth_lines(largest: int) -> Iterator[str]:

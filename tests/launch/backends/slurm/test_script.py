@@ -19,8 +19,10 @@ from scaletrain_cli.errors import SchedulerError, SpecError
 from scaletrain_cli.launch.backends.slurm.script import job_script, sbatch_options
 from scaletrain_cli.launch.submit import new_run_id
 from scaletrain_cli.own_processes import absolute_paths, python_words
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import load_spec
 from scaletrain_cli.spec.slurm import ContainerSpec, SlurmSpec
+from scaletrain_cli.worker.memory_copies import copies_folder
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import PROJECT, make_spec
 
@@ -261,6 +263,17 @@ def test_the_agent_runs_in_the_container_image(tmp_path: Path, runtime: str, gpu
     words = [word.format(image=image, root=root) for word in wanted]
     assert step[1][-len(agent) - len(words) :] == [*words, *agent]
     assert "PYTHONPATH" not in step[2]
+
+
+@pytest.mark.parametrize("in_memory", ["off", "auto"])
+def test_the_end_of_the_job_frees_the_copies_in_host_memory_on_every_node(tmp_path: Path, in_memory: str) -> None:
+    recorded, folder = Recorded(tmp_path), tmp_path / "the 'runs'" / "r"
+    recorded.program(tmp_path / "python")
+    script = job_script(make_spec(f"checkpoint.in_memory={in_memory}"), "r", folder, str(tmp_path / "python"))
+    recorded.run(script, tmp_path, SLURM_JOB_NUM_NODES="3")
+    freed = [words for program, words, _ in recorded.calls if program == "srun" and "rm" in words]
+    expected = ["--nodes=3", "--ntasks=3", "rm", "-rf", "--", str(copies_folder(RunDir(folder)))]
+    assert [words[-6:] for words in freed] == ([] if in_memory == "off" else [expected])
 
 
 @settings(max_examples=20)
