@@ -1,6 +1,7 @@
 """The cost of checkpoints: seconds that one blocks the loop, beside the bare copy, and the remaining speed.
 
-One run of one rank, in which stretches with a save and stretches without take turns. Prints a table.
+One run of one rank, in which stretches with a save and stretches without take turns. Prints a table. With
+``--in-memory`` the state is copied to host memory after each step of every second stretch, in place of a save.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from scaletrain_cli.data.run_datasets import prepare_run_datasets
 from scaletrain_cli.engine.assembly import assemble
+from scaletrain_cli.engine.checkpoint.memory_copies import MemoryCopies
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.process_group import Ranks
@@ -43,7 +45,7 @@ training: {{global_batch_size: 4, micro_batch_size: 4, steps: {steps}, precision
 evaluation: {{every: 0}}
 layout: {{zero_stage: {stage}}}
 cluster: {{gpu: {gpu}, gpus_per_node: 1, mean_time_between_interruptions: 3h}}
-checkpoint: {{every: 1000000, keep: 1}}
+checkpoint: {{every: 1000000, keep: 1, in_memory: {in_memory}}}
 """
 _BETWEEN_INTERRUPTIONS_SECONDS = 3 * 3600.0
 MOST_BEYOND_COPY_SECONDS = 0.05
@@ -63,6 +65,11 @@ class Stopwatch(Faults):
             self.moments.append(time.perf_counter())
 
 
+def copies_in_every_second_stretch(copies: MemoryCopies, stretch: int) -> None:
+    """Have a copy made after each step of every second stretch."""
+    copies.is_due = lambda step: step > 0 and step // stretch % 2 == 0  # type: ignore[method-assign]
+
+
 class EverySecondStretch(CheckpointSchedule):
     """A save at the start of every second stretch."""
 
@@ -77,13 +84,19 @@ def main() -> int:
     parser.add_argument("--stretch", type=int, default=12, help="steps of each")
     parser.add_argument("--zero-stage", type=int, default=1)
     parser.add_argument("--gpu", default="cpu", help="cpu, or the catalogue's name of a GPU here")
+    parser.add_argument("--in-memory", action="store_true", help="copies in host memory in place of saves")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SCALETRAIN_RUNS"] = folder
         steps = 2 * options.stretch * (options.pairs + 1)
-        text = _SPEC.format(steps=steps, stage=options.zero_stage, gpu=options.gpu)
+        kind = {"stage": options.zero_stage, "gpu": options.gpu, "in_memory": 1 if options.in_memory else "off"}
+        text = _SPEC.format(steps=steps, **kind)
         spec = parse_spec(text, file="benchmark", base_dir=Path())
-        cost = cost_of_saves(*train_with_saves(spec, options.stretch), options.stretch)
+        saves, stretches = train_with_saves(spec, options.stretch)
+        if options.in_memory:
+            print_cost_of_copies(saves, stretches, options.stretch)
+            return 0
+        cost = cost_of_saves(saves, stretches, options.stretch)
     print("| what | measured | target |\n|---|---|---|")
     for row in cost.rows():
         print(f"| {' | '.join(row)} |")
@@ -141,10 +154,25 @@ def train_with_saves(spec: RunSpec, stretch: int) -> tuple[list[dict[str, float]
         trainer = assemble(run, read_record(run), ranks, attempt, PreemptionFlag(), Heartbeat(None))
         watch = Stopwatch(stretch)
         trainer.faults = watch
-        trainer.step_sync.schedule = EverySecondStretch(stretch)
+        if trainer.checkpointer.copies is not None:
+            copies_in_every_second_stretch(trainer.checkpointer.copies, stretch)
+        else:
+            trainer.step_sync.schedule = EverySecondStretch(stretch)
         trainer.fit()
-    saves = [event for event in read_events(run) if event["event"] == "checkpoint"]
+    saves = [event for event in read_events(run) if event["event"] in ("checkpoint", "memory-copies")]
     return saves, [after - before for before, after in pairwise(watch.moments)]
+
+
+def print_cost_of_copies(events: list[dict[str, float]], stretches: list[float], stretch: int) -> None:
+    """Print what a copy in host memory after each step costs; ``stretches``: as for ``cost_of_saves``."""
+    pairs = list(zip(stretches[2::2], stretches[3::2], strict=False))
+    added = statistics.median(with_copies - without for with_copies, without in pairs) / stretch
+    step = statistics.median(without for _, without in pairs) / stretch
+    size = next(event["bytes"] for event in events if "bytes" in event)
+    print("| what | measured |\n|---|---|")
+    print(f"| state | {size / 1e6:.0f} MB, step of {step * 1e3:.0f} ms without copies |")
+    print(f"| added to a step by a copy | {added * 1e3:.0f} ms |")
+    print(f"| steps between copies at which they cost 1 % | {max(1.0, added / step / 0.01):.0f} |")
 
 
 def cost_of_saves(saves: list[dict[str, float]], stretches: list[float], stretch: int) -> SaveCost:

@@ -67,13 +67,19 @@ def test_a_killed_rank_loses_one_step_and_no_bit(dataset: Path, undisturbed: Und
     assert strays(run, undisturbed()) == []
 
 
+def newest(run: ForkedRun) -> int:
+    """Return the step from which the next attempt resumes."""
+    copies = [set(read_copies(copies_folder(run.run), rank, "revision 0, start 0")) for rank in range(2)]
+    return max(run.newest_step(), *copies[0] & copies[1], 0)
+
+
 def no_strike(attempt: Attempt) -> None:
     """Leave it to the fault."""
 
 
 def struck(run: ForkedRun, begun: int, chance: random.Random) -> tuple[Attempt, int]:
     """Run an attempt after step ``begun`` that is killed; return it with the step that the next one must begin at."""
-    kind = chance.choice(("of a rank", "in a copy", "in a save", "at the start"))
+    kind = chance.choice(("between copies", "in a copy", "in a save", "at the start"))
     rank, step = chance.randrange(2), chance.randrange(begun + 1, min(begun + 6, STEPS) + 1)
     if kind == "in a save":
         step = min((begun + 8) // EVERY * EVERY + 1, STEPS)
@@ -109,7 +115,7 @@ def test_kills_of_every_kind_lose_one_step_at_most_and_no_bit(
         while kills < KILLS and begun < STEPS - 10 and not run.events("finished"):
             attempt, least = struck(run, begun, chance)
             kills += attempt.exit_codes is None
-            begun = max(read_copies(copies_folder(run.run), 0, "revision 0, start 0"), default=0)
+            begun = newest(run)
             assert begun >= least or run.events("finished")
         run.attempts_to_end()
         assert max(lost(run), default=0) <= 1, run.events()

@@ -65,6 +65,11 @@ def test_the_message_names_the_file_and_counts_the_problems() -> None:
         ("model.hidden_size=66", "cannot be derived: hidden_size = 66 is not a multiple of num_attention_heads"),
         ("training.optimizer=adamw", "training.optimizer = adamw: must be a section (a mapping of keys)."),
         ("training.micro_batch_size=0", "must be a whole number of at least 1, or auto."),
+        (
+            "checkpoint.in_memory=0",
+            "checkpoint.in_memory = 0: must be a whole number of at least 1, or auto or off.",
+        ),
+        ("checkpoint.in_memory=on", "must be a whole number of at least 1, or auto or off."),
         ("checkpoint.async=2", "checkpoint.async = 2: must be true or false."),
         ("cluster.gpu=[1]", "cluster.gpu = [1]: must be a name in the hardware catalogue, cpu, or a table"),
         ("cluster.gpu={name: x}", "cluster.gpu.memory: is missing."),

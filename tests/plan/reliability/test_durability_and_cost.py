@@ -251,6 +251,28 @@ def test_a_memory_per_node_that_cannot_hold_that_copy_is_a_warning() -> None:
     assert "cluster.kubernetes.memory_per_node = 16.0 GB" in "\n".join(map(str, plan_of(**pods).warnings))
 
 
+def test_copies_in_host_memory_are_planned_with_their_interval_and_memory() -> None:
+    plans = {each: plan_of(checkpoint__in_memory=each).durability for each in ("off", "auto", 7)}
+    size, step = plans["off"].checkpoint_bytes, plan_of().time.step
+    assert [plans[each].memory_copy_bytes_per_node for each in plans] == [0, 3 * size // 4, 3 * size // 4]
+    assert (plans["off"].memory_copy_steps, plans[7].memory_copy_steps) == (None, 7)
+    # 32 GPUs, 5 GB/s each: 1 % of the time.
+    assert plans["auto"].memory_copy_steps == math.ceil(size / (32 * 5e9) / 0.01 / step)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"cluster__slurm": {"memory_per_node": "100GB"}}, "60.6 GB of each node's memory, more than 50 %"),
+        ({"checkpoint__every": 5}, "no more frequent than checkpoints, every 5 steps"),
+    ],
+)
+def test_copies_that_do_not_fit_or_pay_are_off_with_the_reason(settings: dict[str, Any], why: str) -> None:
+    plan = plan_of(checkpoint__in_memory=6, **settings)
+    assert (plan.durability.memory_copy_steps, plan.durability.memory_copy_bytes_per_node) == (None, 0)
+    assert why in "\n".join(map(str, plan.warnings))
+
+
 @pytest.mark.parametrize("spot", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("nodes", "grace"), [(1, 30), (64, 30), (2048, 3600)])
