@@ -38,6 +38,14 @@ from scaletrain_cli.event_texts import event_sentence
             {"event": "finding-cleared", "severity": "error", "seconds": 90.0, "step": 95, "text": "the loss rises"},
             "after 90 s, at step 95: the loss rises",
         ),
+        (
+            {"event": "resumed", "step": 16, "lost_steps": 1, "saved_step": 8},
+            "from step 16, of a copy in host memory; 1 step to repeat",
+        ),
+        (
+            {"event": "memory-copies", "step": 4, "every": 4, "blocked_seconds": 0.002},
+            "the state is copied to host memory every 4 steps, which blocks training for 2.00 ms",
+        ),
         ({"event": "stage", "step": 5, "last_step": 12, "tensors": 27}, "steps 5 to 12 train 27 tensors"),
         (
             {"event": "stopped-early", "step": 40, "validation_losses": [2.0, 2.5]},

@@ -269,6 +269,10 @@ def _history(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
         lost = sum(event.get("lost_steps", 0) for event in read_events(run))
         why = Reason("launch.earlier-attempts", {"attempts": shown[-5:], "lost": lost})
         yield Evidence.because("attempts before it", why)
+        copies = [event for event in read_events(run) if event["event"] == "resumed" and "saved_step" in event]
+        if copies:
+            params = {"resumed": len(copies), "step": copies[-1]["step"], "saved": copies[-1]["saved_step"]}
+            yield Evidence.because("events.jsonl", Reason("launch.resumed-from-copies", params))
 
 
 def _decision(attempt: AttemptRecord, job: Job) -> Iterator[Evidence]:

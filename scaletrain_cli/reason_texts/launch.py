@@ -378,6 +378,8 @@ TEXTS: Texts = {
     "memory-by-part": "memory of each part, beside the plan",
     "raised-finding": "diagnosed while it trained ({severity}): {finding}; see `scaletrain diagnose {run}`",
     "earlier-attempts": "{attempts:list}; {lost:of step} trained twice so far",
+    "resumed-from-copies": "{resumed:of attempt} resumed from a copy in host memory, the last one at step "
+    "{step:whole}; the checkpoint on disk was of step {saved:whole}",
     "follows": "another attempt follows",
     "follows-not": "no attempt follows unless the run is resumed",
     "follows-unknown": "whether another attempt follows is not known: {detail}",

@@ -96,6 +96,7 @@ def show_status(view: RunView) -> None:
         ("cost", cost_text(view.figures)),
         ("goodput", "" if status.goodput is None else goodput_text(status.goodput)),
         ("saved", saved),
+        ("in memory", copies_text(view)),
         ("mirror", "" if status.mirror is None else mirror_text(status.mirror, time.time())),
         ("guard", guard_text(view.guard_events)),
         ("job", where + nodes + says),
@@ -168,6 +169,13 @@ def step_text(figures: RunFigures) -> str:
     notes = "; ".join(note for note in (ratio_text(measured / planned) if planned > 0 else "", inside) if note)
     beside = f", planned {seconds_text(planned)} ({notes})" if planned > 0 else ""
     return f"{seconds_text(measured)} per step{beside}"
+
+
+def copies_text(view: RunView) -> str:
+    """Return how often the present attempt copies its state to host memory, or why it does not; else nothing."""
+    names = ("memory-copies", "memory-copies-off", "attempt-ended")
+    newest = next((event for event in reversed(view.events) if event.get("event") in names), None)
+    return "" if newest is None or newest["event"] == "attempt-ended" or view.is_over else event_sentence(newest)
 
 
 def guard_text(events: Sequence[Event]) -> str:

@@ -68,4 +68,4 @@ def test_a_run_resumes_from_before_the_corruption(
     assert drill.run.checkpoints.joinpath("damaged-step-00000020").exists() == (found["step"] == 21)
     assert len(read_bad_nodes(drill.run.path.parent, time.time())) == reasons.count("hardware")
     monkeypatch.delenv(VARIABLE)
-    assert_same_run(drill, undisturbed(**kind))
+    assert_same_run(drill, undisturbed(**{key: each for key, each in kind.items() if key != "checkpoint__in_memory"}))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
@@ -140,6 +141,8 @@ def test_ranks_and_agents_killed_under_the_supervisor_lose_one_step_and_the_memo
     trained = [7, 14, 21, 28]
     assert [max(step, last - 1) for step, last in zip(resumed, trained, strict=True)] == resumed
     assert not folder.exists()
+    shown = [evidence.code for finding in explain(drill.run).findings for evidence in finding.evidence]
+    assert "launch.resumed-from-copies" in shown
     assert strays(drill, undisturbed()) == []
 
 
