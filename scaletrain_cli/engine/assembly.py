@@ -61,12 +61,11 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_client_state
 from scaletrain_cli.rundir.evaluations import MOST_WAITING
 from scaletrain_cli.rundir.journal import read_events, read_rollbacks
-from scaletrain_cli.rundir.paths import RunDir, swap_folder
+from scaletrain_cli.rundir.paths import RunDir, copies_folder, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.loader_processes import loader_processes
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds
-from scaletrain_cli.worker.memory_copies import copies_folder
 from scaletrain_cli.worker.signals import PreemptionFlag
 
 logger = logging.getLogger(__name__)

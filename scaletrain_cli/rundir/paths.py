@@ -16,6 +16,7 @@ from scaletrain_cli.safe_files import make_folder, user_name
 from scaletrain_cli.sent_run import sent_run, sent_run_folder
 
 _ATTEMPT = re.compile(r"\d{4,}")
+MEMORY = Path("/dev/shm")  # a file system in memory, which Linux has on every machine
 
 
 def runs_root() -> Path:
@@ -189,6 +190,14 @@ def swap_folder(run_id: str, attempt: int, node_rank: int, environment: Mapping[
     """Return the folder for NVMe offload of one node, in ``$SCALETRAIN_SWAP`` or the temporary folder."""
     parent = environment.get("SCALETRAIN_SWAP") or environment.get("TMPDIR") or "/tmp"
     return Path(parent).absolute() / f"scaletrain-swap-{run_id}" / f"attempt-{attempt:04d}-node-{node_rank:04d}"
+
+
+def copies_folder(run: RunDir, memory: Path = MEMORY) -> Path:
+    """Return the folder of a run's copies in the host memory of a node; runs of other roots may have the same name."""
+    import hashlib  # loads OpenSSL, which most commands do not need
+
+    root = hashlib.sha256(os.fsencode(run.path)).hexdigest()[:8]
+    return memory / f"scaletrain-{os.geteuid()}-{run.run_id}-{root}"
 
 
 def list_runs(begin: str = "") -> list[RunDir]:

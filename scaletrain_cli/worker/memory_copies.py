@@ -6,7 +6,6 @@ key; the ranks find that out together when they resume.
 """
 
 import fcntl
-import hashlib
 import math
 import os
 import shutil
@@ -23,20 +22,13 @@ from scaletrain_cli.rundir.checkpoints import (
     parse_manifest,
 )
 from scaletrain_cli.rundir.documents import DamagedError, documents_in, entries, parse_json, read_content
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.safe_files import locked, make_private_folder, open_to_append
 from scaletrain_cli.worker.checkpoint_commit import write_manifest
 
-MEMORY = Path("/dev/shm")
 _LOCK = "lock"
 # Between two attempts no process has the folder open; a restart in place takes less.
 _ABANDONED_SECONDS = 3600.0
-
-
-def copies_folder(run: RunDir, memory: Path = MEMORY) -> Path:
-    """Return the folder of a run's copies on each node; runs below other roots may have the same name."""
-    root = hashlib.sha256(os.fsencode(run.path)).hexdigest()[:8]
-    return memory / f"scaletrain-{os.geteuid()}-{run.run_id}-{root}"
 
 
 def open_copies(folder: Path) -> int:

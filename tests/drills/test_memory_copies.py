@@ -16,8 +16,8 @@ from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.worker.memory_copies import copies_folder, read_copies, remove_copies
+from scaletrain_cli.rundir.paths import RunDir, copies_folder
+from scaletrain_cli.worker.memory_copies import read_copies, remove_copies
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, strays
 from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES
 from tests.drills.conftest import Undisturbed

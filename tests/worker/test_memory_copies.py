@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.rundir.checkpoints import FileDigest, checkpoint_path
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.worker.memory_copies import (
     complete_copy,
-    copies_folder,
     drop_copies,
     open_copies,
     read_copies,

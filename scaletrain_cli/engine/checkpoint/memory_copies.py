@@ -23,18 +23,11 @@ from scaletrain_cli.plan.reliability.durability import MEMORY_COST, MEMORY_SHARE
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import STATE_FILE, FileDigest, checkpoint_path
 from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import MEMORY, RunDir, copies_folder
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
-from scaletrain_cli.worker.memory_copies import (
-    MEMORY,
-    complete_copy,
-    copies_folder,
-    drop_copies,
-    open_copies,
-    remove_copies,
-)
+from scaletrain_cli.worker.memory_copies import complete_copy, drop_copies, open_copies, remove_copies
 
 EVENT, OFF_EVENT = "memory-copies", "memory-copies-off"
 logger = logging.getLogger(__name__)

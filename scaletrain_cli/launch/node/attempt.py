@@ -55,7 +55,7 @@ from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import python_command, usable_cores
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.rundir.paths import RunDir, swap_folder
+from scaletrain_cli.rundir.paths import RunDir, copies_folder, swap_folder
 from scaletrain_cli.rundir.record import (
     CodeRecord,
     RunRecord,
@@ -76,7 +76,7 @@ from scaletrain_cli.safe_files import (
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import Failure, write_failure
-from scaletrain_cli.worker.memory_copies import copies_folder, remove_abandoned, remove_copies
+from scaletrain_cli.worker.memory_copies import remove_abandoned, remove_copies
 from scaletrain_cli.worker.run_environment import RENDEZVOUS_VARIABLE
 
 _LAST_SUBMISSION_SECONDS = 5.0  # for which the job keeps its nodes after the last rank has ended

@@ -39,10 +39,10 @@ from scaletrain_cli.launch.restart import (
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import locked
-from scaletrain_cli.worker.memory_copies import copies_folder, remove_copies
+from scaletrain_cli.worker.memory_copies import remove_copies
 
 WAIT_SECONDS = 1.0
 _AGENT_MARGIN_SECONDS = 30.0  # beyond the grace period, which the agent enforces itself unless it hangs

@@ -16,11 +16,9 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON, TOKEN
 from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus
 from scaletrain_cli.spec.slurm import UNLIMITED_SECONDS
-from scaletrain_cli.worker.memory_copies import copies_folder
 
 # Variables of Slurm, devices, the cluster's network, and Kerberos, which a home folder may need.
 _FAMILIES = (
@@ -305,6 +303,8 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
 def _freed_memory(spec: RunSpec, run_folder: Path) -> Iterator[str]:
     """Yield lines that remove the copies in host memory: after an attempt, the agents leave them for the next one."""
     if spec.checkpoint.in_memory != "off":
+        from scaletrain_cli.rundir.paths import RunDir, copies_folder  # `validate` needs no other part of it
+
         yield "# No attempt follows in this job: give back the memory of the nodes."
         yield "timeout 60 srun --overlap --mem=0 --mpi=none --kill-on-bad-exit=0 --ntasks-per-node=1 \\"
         yield '    --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\'

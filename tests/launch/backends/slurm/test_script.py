@@ -19,10 +19,9 @@ from scaletrain_cli.errors import SchedulerError, SpecError
 from scaletrain_cli.launch.backends.slurm.script import job_script, sbatch_options
 from scaletrain_cli.launch.submit import new_run_id
 from scaletrain_cli.own_processes import absolute_paths, python_words
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.spec import load_spec
 from scaletrain_cli.spec.slurm import ContainerSpec, SlurmSpec
-from scaletrain_cli.worker.memory_copies import copies_folder
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import PROJECT, make_spec
 
