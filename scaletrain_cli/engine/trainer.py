@@ -170,10 +170,9 @@ class Trainer:
         """Train until the last step, or until a rank receives a preemption signal. All ranks decide alike."""
         copies = self.checkpointer.copies
         while True:
-            if copy_due := copies is not None and copies.is_due(state.step) and not state.at_last_step:
-                copies.wait()
             decision, measures = self.step_sync.agree(state.step, self.deferred_metrics.due(state.step))
             save_due = decision is StepDecision.SAVE or state.at_last_step
+            copy_due = copies is not None and copies.is_due(state.step) and not state.at_last_step
             if save_due or copy_due or state.evaluation_due or decision is StepDecision.PREEMPT:
                 agreed = self.step_sync.consensus.on_values
                 # None on a CPU, those of the newest step on a GPU.

@@ -290,8 +290,10 @@ class Checkpointer:
         step_seconds: float | None,
         before_complete: Callable[[], None],
     ) -> None:
-        """Start a copy in host memory of the state after ``step`` steps; see ``MemoryCopies.begin``."""
+        """Start a copy in host memory of the state after ``step`` steps; see ``MemoryCopies``."""
         assert self.copies is not None
+        if not self.copies.ready(step_seconds):
+            return
         began = time.monotonic()
         taken = self._take(self._copied, client_state)
         self.copies.begin(
@@ -299,7 +301,6 @@ class Checkpointer:
             *taken,
             needed=self._states.needed,
             blocked_seconds=time.monotonic() - began,
-            step_seconds=step_seconds,
             before_complete=before_complete,
         )
 

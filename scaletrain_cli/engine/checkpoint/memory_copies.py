@@ -1,8 +1,8 @@
 """Copy the state to the host memory of the node every few steps, so that a killed rank loses no more than these steps.
 
 A thread writes each copy, with the files of a checkpoint, to tmpfs, which outlives the rank. Another one writes the
-checkpoints to disk, so that neither waits for the other. A rank waits for its last copy before the step
-consensus at which the next one is due: after it, that copy is complete on every rank, and older ones are removed.
+checkpoints to disk, so that neither waits for the other. When the next copy is due, the ranks wait for the last one: it
+is complete on every rank then, and the one before is removed.
 """
 
 import contextlib
@@ -58,7 +58,9 @@ class MemoryCopies:
         self._last = resume_point.step  # the step of the last copy, or at which the attempt begins
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memory-copies")
         self._write: Future[float] | None = None
+        self._blocked_seconds = 0.0  # by the last copy
         self._tried = self._failed = False
+        self._reported = 0  # steps between copies
         kept = resume_point.step if resume_point.in_memory else None
         if ranks.local_rank == 0:
             for path in self.folder.glob("step-*"):
@@ -69,8 +71,20 @@ class MemoryCopies:
         """Return True if the state after ``step`` steps is to be copied; the same on every rank."""
         return self._every is not None and step >= self._last + self._every
 
-    def wait(self) -> None:
-        """Wait for this rank's last copy. If it failed, this rank makes no further ones, and reports that once."""
+    def ready(self, step_seconds: float | None) -> bool:
+        """Wait for the last copy of every rank; return False if one failed: then there are no further ones.
+
+        ``auto`` sets its interval by what the last copy took; ``step_seconds``: the time of a step, if known.
+        """
+        self._wait()
+        wanted = float(self._every or 1)
+        if self._auto and self._write is not None and step_seconds and not self._failed:
+            wanted = max(self._blocked_seconds / MEMORY_COST, self._write.result()) / step_seconds
+        wanted = -self._consensus.least(-math.inf if self._failed else -wanted)
+        self._every = None if math.isinf(wanted) else max(1, math.ceil(wanted))
+        return self._every is not None
+
+    def _wait(self) -> None:
         if self._write is not None and not self._failed:
             try:
                 self._write.result()
@@ -88,25 +102,41 @@ class MemoryCopies:
         *,
         needed: list[Slice],
         blocked_seconds: float,
-        step_seconds: float | None,
         before_complete: Callable[[], None],
     ) -> None:
-        """Write a copy in the thread; call ``wait`` first. The first copy of an attempt is waited for and checked.
+        """Write a copy in the thread, once the ranks are ``ready``.
 
-        ``entries`` must not change until ``wait``. ``needed``: the slices that this rank reads in a resume.
+        ``entries`` must not change until they are again. ``needed``: the slices that this rank reads in a resume.
         ``before_complete``: called in the thread before the copy counts as complete.
         """
         drop_copies(self.folder, self._ranks.rank, before=self._last)
-        self._last = step
-        if not self._failed:
-            files = (step, header, entries, state)
-            self._write = self._thread.submit(self._write_all, *files, before_complete)
-        if not self._tried:
-            self._check_first(step, needed, blocked_seconds, step_seconds)
+        self._last, self._blocked_seconds = step, blocked_seconds
+        self._write = self._thread.submit(self._write_all, step, header, entries, state, before_complete)
+        if self._tried or self._nodes == 1 or self._covers(step, needed):
+            self._tried = True
+            if not self._reported / 2 < (every := self._every or 1) < self._reported * 2:
+                self._reported = every
+                details = {"attempt": self._attempt, "every": every, "blocked_seconds": round(blocked_seconds, 4)}
+                report_event(self._run, self._ranks.rank, EVENT, step=step, **details)
+            return
+        self._every = None
+        drop_copies(self.folder, self._ranks.rank, before=math.inf)
+        if self._ranks.rank == 0:
+            report_off(self._run, self._attempt, Reason("engine.memory-copies-spread"))
+
+    def _covers(self, step: int, needed: list[Slice]) -> bool:
+        """Return whether each node has what its ranks need; waits for the first copy."""
+        self._wait()
+        self._consensus.barrier()
+        path = checkpoint_path(self.folder, step)
+        here = [] if self._failed else [file.name for file in path.glob("rank-*.safetensors")]
+        covered = self._groups == 1 and bool(here)
+        covered = covered and StateReader(path, self._ranks.rank, [], here).lacking(needed) is None
+        return self._consensus.least(float(covered)) > 0
 
     def forget(self, step: int) -> None:
         """Remove the copies of later steps: the run goes back to ``step``, or they may be corrupt."""
-        self.wait()
+        self._wait()
         self._consensus.barrier()
         drop_copies(self.folder, self._ranks.rank, after=step)
         self._last = min(self._last, step)
@@ -134,29 +164,6 @@ class MemoryCopies:
         of_job = (step, self._ranks.rank, digests)
         complete_copy(self.folder, *of_job, key=key, world_size=self._ranks.world_size, attempt=self._attempt)
         return time.monotonic() - began
-
-    def _check_first(self, step: int, needed: list[Slice], blocked: float, step_seconds: float | None) -> None:
-        """Report the first copy and set the interval of ``auto``; or make no more, if a node lacks what it needs."""
-        self.wait()
-        self._tried = True
-        seconds = -self._consensus.least(-(math.inf if self._failed or self._write is None else self._write.result()))
-        path = checkpoint_path(self.folder, step)
-        lacking = "the outer state" if self._nodes > 1 and self._groups > 1 else None
-        if self._nodes > 1 and not self._failed:
-            here = [file.name for file in path.glob("rank-*.safetensors")]
-            lacking = StateReader(path, self._ranks.rank, [], here).lacking(needed)
-        if self._consensus.least(float(lacking is None)) == 0:
-            self._every = None
-            drop_copies(self.folder, self._ranks.rank, before=math.inf)
-            if self._ranks.rank == 0:
-                report_off(self._run, self._attempt, Reason("engine.memory-copies-spread"))
-            return
-        if self._auto and step_seconds:
-            least = max(blocked / (MEMORY_COST * step_seconds), min(seconds, 1e6) / step_seconds)
-            self._every = max(1, math.ceil(-self._consensus.least(-least)))
-        details = {"every": self._every, "blocked_seconds": round(blocked, 4)}
-        if not math.isinf(seconds):
-            report_event(self._run, self._ranks.rank, EVENT, step=step, attempt=self._attempt, **details)
 
 
 def report_off(run: RunDir, attempt: int, why: Reason, **details: int) -> None:
