@@ -30,9 +30,11 @@ from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.reliability.durability import best_interval_steps
 from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import copies_folder
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec, parse_spec
 from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.memory_copies import remove_copies
 from scaletrain_cli.worker.signals import PreemptionFlag
 
 _SPEC = """
@@ -159,6 +161,7 @@ def train_with_saves(spec: RunSpec, stretch: int) -> tuple[list[dict[str, float]
         else:
             trainer.step_sync.schedule = EverySecondStretch(stretch)
         trainer.fit()
+    remove_copies(copies_folder(run))
     saves = [event for event in read_events(run) if event["event"] in ("checkpoint", "memory-copies")]
     return saves, [after - before for before, after in pairwise(watch.moments)]
 

@@ -1,0 +1,160 @@
+"""Copies in host memory as one rank makes them: which are kept, how often, and what ends them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scaletrain_cli.engine.checkpoint import memory_copies
+from scaletrain_cli.engine.checkpoint.memory_copies import MemoryCopies, open_memory_copies
+from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
+from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice
+from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.rundir.checkpoints import checkpoint_path, verify
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.memory_copies import read_copies
+
+SLICE = Slice("w", torch.Size([4]), None, 0, 4)
+KEY = "key"
+
+
+class Alone:
+    """The consensus of a single rank."""
+
+    def gather(self, item: object) -> list[object]:
+        return [item]
+
+    def follow_rank_zero(self, item: object) -> object:
+        return item
+
+    def least(self, value: float) -> float:
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(memory_copies, "copies_folder", lambda run: tmp_path / "memory")
+    monkeypatch.setattr(memory_copies, "MEMORY", tmp_path)
+    return RunDir(tmp_path)
+
+
+def opened(run: RunDir, in_memory: object = 1, *, nodes: int = 1, step: int = 0, from_copy: bool = False) -> Any:
+    spec = SimpleNamespace(checkpoint=SimpleNamespace(in_memory=in_memory), cluster=SimpleNamespace(nodes=nodes))
+    planned = SimpleNamespace(memory_copy_steps=1, memory_copy_bytes_per_node=100)
+    plan = SimpleNamespace(durability=planned, layout=SimpleNamespace(local_sgd_groups=1))
+    point = ResumePoint(None, step, False, [], 0, [], in_memory=from_copy, copies_key=KEY)
+    place: Any = (run, SimpleNamespace(spec=spec, plan=plan), Ranks(0, 1, 0), Alone(), point)
+    return open_memory_copies(*place, attempt=1, delay_seconds=0.0)
+
+
+def copied(copies: MemoryCopies, step: int, *, blocked: float = 0.0, seconds: float = 1.0) -> bool:
+    """Copy the state after a step; return whether it was begun."""
+    if not copies.ready(seconds):
+        return False
+    header = ShardHeader(0, {"w": SLICE}, {})
+    entries = [Entry("weight/w", torch.full((4,), float(step)))]
+    copies.begin(step, header, entries, "{}", needed=[SLICE], blocked_seconds=blocked, before_complete=lambda: None)
+    return True
+
+
+def complete(copies: MemoryCopies) -> list[int]:
+    copies.ready(1.0)
+    return sorted(read_copies(copies.folder, 0, KEY))
+
+
+def test_the_two_newest_copies_are_kept_and_verify(run: RunDir) -> None:
+    copies = opened(run)
+    for step in (1, 2, 3, 4):
+        assert copies.is_due(step)
+        assert copied(copies, step)
+        assert not copies.is_due(step)
+    assert complete(copies) == [3, 4]
+    assert [verify(copy) for copy in read_copies(copies.folder, 0, KEY).values()] == [[], []]
+
+
+def test_an_attempt_keeps_the_copy_that_it_resumes_from_and_no_other(run: RunDir) -> None:
+    copies = opened(run)
+    for step in (1, 2):
+        copied(copies, step)
+    copies.close()
+    assert complete_after(opened(run, step=2, from_copy=True)) == [2]
+    assert complete_after(opened(run, step=2)) == []  # from disk
+
+
+def complete_after(copies: MemoryCopies) -> list[int]:
+    copies.close()
+    return sorted(read_copies(copies.folder, 0, KEY))
+
+
+def test_a_rollback_removes_the_copies_of_later_steps(run: RunDir) -> None:
+    copies = opened(run)
+    for step in (1, 2):
+        copied(copies, step)
+    copies.forget(1)
+    assert complete(copies) == [1]
+    assert copies.is_due(2)
+
+
+def test_auto_copies_as_often_as_one_percent_of_the_time_permits(run: RunDir) -> None:
+    copies = opened(run, "auto")
+    copied(copies, 1, blocked=0.05, seconds=1.0)
+    assert copies.ready(1.0)
+    assert [step for step in range(2, 9) if copies.is_due(step)] == [6, 7, 8]
+
+
+def test_a_full_memory_ends_the_copies_with_an_event_and_leaves_the_last_whole_one(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = opened(run)
+    copied(copies, 1)
+    assert copies.ready(1.0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(memory_copies, "write_shard", full)
+    assert copied(copies, 2)
+    assert not copied(copies, 3)
+    assert not copies.is_due(4)
+    assert complete(copies) == [1]
+    (event,) = [event for event in read_events(run) if event["event"] == "memory-copies-off"]
+    assert "No space left on device" in event["message"]
+
+
+def test_a_node_without_room_makes_no_copies(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_copies, "available_bytes", lambda: 150)
+    assert opened(run) is None
+    (event,) = read_events(run)
+    assert event["code"] == "engine.memory-copies-no-room"
+    monkeypatch.setattr(memory_copies, "available_bytes", lambda: 250)
+    assert opened(run) is not None
+
+
+def test_a_node_that_lacks_a_part_of_what_its_ranks_need_makes_no_copies(run: RunDir) -> None:
+    copies = opened(run, nodes=2)
+    assert copies.ready(1.0)
+    half = Slice("w", torch.Size([4]), None, 0, 2)
+    entries = [Entry("weight/w", torch.zeros(2))]
+    header = ShardHeader(0, {"w": half}, {})
+    copies.begin(1, header, entries, "{}", needed=[SLICE], blocked_seconds=0.0, before_complete=lambda: None)
+    assert [event["code"] for event in read_events(run)] == ["engine.memory-copies-spread"]
+    assert not copies.is_due(2)
+    assert not checkpoint_path(copies.folder, 1).exists()
+
+
+def test_of_several_nodes_the_first_copy_is_not_used_before_it_is_checked(run: RunDir) -> None:
+    copies = opened(run, nodes=2)
+    copied(copies, 1)
+    assert complete(copies) == []
+    copied(copies, 2)
+    assert complete(copies) == [2]
