@@ -23,7 +23,7 @@ from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import STEPS, drill_spec, submit_drill
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.long]
 
 NO_SAVES = {"checkpoint__every": 1000, "checkpoint__in_memory": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,6 @@ def struck(run: ForkedRun, begun: int, chance: random.Random) -> tuple[Attempt, 
     return run.attempt(strike, fault), max(begun, step - 2)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kills_of_every_kind_lose_one_step_at_most_and_no_bit(
     layout: str, dataset: Path, chance: random.Random
@@ -123,7 +122,6 @@ def test_kills_of_every_kind_lose_one_step_at_most_and_no_bit(
         assert strays(run, undisturbed) == []
 
 
-@pytest.mark.long
 def test_ranks_and_agents_killed_under_the_supervisor_lose_one_step_and_the_memory_is_given_back(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +144,6 @@ def test_ranks_and_agents_killed_under_the_supervisor_lose_one_step_and_the_memo
     assert strays(drill, undisturbed()) == []
 
 
-@pytest.mark.long
 def test_a_start_under_the_supervisor_that_is_killed_keeps_the_copies(dataset: Path, undisturbed: Undisturbed) -> None:
     drill = submit_drill(dataset, **NO_SAVES, restarts="{crash: 10}")
     drill.wait_for_step(12)

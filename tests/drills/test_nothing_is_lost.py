@@ -17,6 +17,7 @@ from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_metrics
+from scaletrain_cli.rundir.paths import copies_folder
 from scaletrain_cli.rundir.record import read_record
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import STEPS, Drill, assert_same_run, differences, slowed, submit_drill
@@ -39,18 +40,20 @@ every_kind = pytest.mark.parametrize(
 def test_a_rank_killed_and_a_preemption_under_the_node_agent_change_nothing(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run continues after its latest checkpoint, and then where the preemption stopped it."""
+    """The run continues from the copy in host memory, and then from where the preemption stopped it."""
     monkeypatch.setenv(VARIABLE, slowed({1: 12, 2: 12}))
-    drill = submit_drill(dataset)
-    drill.wait_for(lambda: list_checkpoints(drill.run.checkpoints))
+    drill = submit_drill(dataset, checkpoint__in_memory=1)
+    drill.wait_for(lambda: list_checkpoints(drill.run.checkpoints) and drill.step() >= 13)
     os.kill(drill.rank_pids()[1], signal.SIGKILL)
     drill.wait_for(lambda: any(line["attempt"] == 2 for line in read_metrics(drill.run)))
     drill.preempt()
     drill.wait_for_end()
     assert [event["reason"] for event in drill.events("attempt-ended")] == ["killed", "preempted", "done"]
     assert [event["event"] for event in drill.beginnings()] == ["started", "resumed", "resumed"]
-    assert drill.beginnings()[1]["step"] >= 10
-    assert drill.beginnings()[2]["lost_steps"] == 0
+    _, killed, preempted = drill.beginnings()
+    assert (killed["step"] > killed["saved_step"] >= 10, killed["lost_steps"] <= 1) == (True, True)
+    assert ("saved_step" in preempted, preempted["lost_steps"]) == (False, 0)
+    assert not copies_folder(drill.run).exists()
     assert_same_run(drill, undisturbed())
 
 
