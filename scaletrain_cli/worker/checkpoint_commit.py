@@ -24,6 +24,7 @@ from scaletrain_cli.rundir.checkpoints import (
     FileDigest,
     checkpoint_path,
     committed_folders,
+    file_digest,
     manifest_hash,
     read_checkpoint,
 )
@@ -31,7 +32,6 @@ from scaletrain_cli.rundir.documents import entries
 from scaletrain_cli.safe_files import make_folder, open_new, open_to_read, replace_file, sync_folder
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.tmp")
-_HASH_BLOCK_BYTES = 1 << 20
 _REMOVED, _REPLACED = ".removed", ".replaced"
 _REMOVED_ATTEMPT = re.compile(r"attempt-\d{4,}\.\d+\.removed")
 
@@ -138,13 +138,9 @@ def adopt_folder(folder: Path, attempt: int, step: int, source: Path) -> Path:
 
 def digest_file(path: Path) -> FileDigest:
     """Make a file that a library wrote durable (fsync), and return its size and hash. Raises OSError."""
-    digest, size = hashlib.sha256(), 0
     with open_to_read(path) as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
         os.fsync(file.fileno())
-    return FileDigest(size, digest.hexdigest())
+    return file_digest(path)
 
 
 def commit_checkpoint(
