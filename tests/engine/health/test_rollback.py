@@ -50,6 +50,9 @@ class Kept:
         valid = (each for each in reversed(list_checkpoints(self.folder)) if each.clean and not verify(each))
         return next(valid, None)
 
+    def forget_copies(self, step: int) -> None:
+        self.done.append(f"forget copies after {step}")
+
     def delete_newer(self, step: int) -> None:
         self.done.append(f"retire {step}")
 
@@ -132,8 +135,8 @@ def test_a_spike_rolls_back_to_the_latest_clean_checkpoint_and_skips_its_batches
     assert back == Rollback(from_step=36, to_step=20, skip=(31, 36))
     assert actions.skipped == ((31, 36),)
     assert [actions.batch_number(step) for step in (30, 31)] == [30, 37]
-    done = ["finish", "retire 20", "engine of 20", "restore 20"]
-    assert actions.checkpointer.done[-4:] == done  # type: ignore[attr-defined]
+    done = ["finish", "forget copies after 20", "retire 20", "engine of 20", "restore 20"]
+    assert actions.checkpointer.done[-5:] == done  # type: ignore[attr-defined]
     (event,) = read_events(actions.run)
     assert (event["retry"], event["losses"], event["median_loss"]) == (1, [50.0] * 3, 2.0)
 
