@@ -18,7 +18,7 @@ from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.worker.memory_copies import read_copies, remove_copies
-from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, strays
+from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, be_rank, strays
 from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import STEPS, drill_spec, submit_drill
@@ -155,3 +155,41 @@ def test_a_start_under_the_supervisor_that_is_killed_keeps_the_copies(dataset: P
     assert (resumed["attempt"], resumed["lost_steps"] <= 1, resumed["saved_step"]) == (3, True, 0)
     assert resumed["step"] >= 11
     assert strays(drill, undisturbed()) == []
+
+
+def be_rank_of_its_own_node(path: Path, number: int) -> int:
+    """Run the engine as the only rank of a node, whose memory no other rank sees."""
+    from scaletrain_cli.engine import assembly
+    from scaletrain_cli.engine.checkpoint import memory_copies
+
+    def folder(run: RunDir) -> Path:
+        return run.path / f"memory of node {os.environ['RANK']}" / "copies"
+
+    os.environ["LOCAL_RANK"] = "0"
+    assembly.copies_folder = memory_copies.copies_folder = folder  # type: ignore[attr-defined]
+    return be_rank(path, number)
+
+
+TWO_NODES = {"cluster": "{scheduler: slurm, nodes: 2, gpus_per_node: 1, gpu: cpu, slurm: {time: 1h}}"}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_killed_rank_on_two_nodes_resumes_from_the_memory_of_both(
+    stage: int, dataset: Path, undisturbed: Undisturbed
+) -> None:
+    layout = {"layout__zero_stage": stage}
+    run = ForkedRun.create(drill_spec(dataset, **NO_SAVES, **TWO_NODES, **layout), be_rank_of_its_own_node)
+    run.attempt(fault="sigkill rank=1 step=17; slow-copy rank=1 seconds=0.1")
+    run.attempts_to_end()
+    assert (run.events("resumed")[0]["step"], lost(run)) == (15, [1])
+    assert strays(run, undisturbed(**layout)) == []
+
+
+def test_replicas_on_two_nodes_make_no_copies(dataset: Path) -> None:
+    """Each saves a share, so a node lacks what the other one has."""
+    spec = drill_spec(dataset, **NO_SAVES, **TWO_NODES, layout__zero_stage=0)
+    run = ForkedRun.create(spec, be_rank_of_its_own_node)
+    run.attempt(fault="sigkill rank=1 step=5")
+    run.attempts_to_end()
+    assert [event["step"] for event in run.events("started", "resumed")] == [0, 0]
+    assert {event["code"] for event in run.events("memory-copies-off")} == {"engine.memory-copies-spread"}
