@@ -60,7 +60,7 @@ class MemoryCopies:
         self._write: Future[float] | None = None
         self._blocked_seconds = 0.0  # by the last copy
         self._tried = self._failed = False
-        self._reported = 0  # steps between copies
+        self._reports = 2 if self._auto else 1  # left: of the first copy, and of the first interval by measured times
         kept = resume_point.step if resume_point.in_memory else None
         if ranks.local_rank == 0:
             for path in self.folder.glob("step-*"):
@@ -114,9 +114,9 @@ class MemoryCopies:
         self._write = self._thread.submit(self._write_all, step, header, entries, state, before_complete)
         if self._tried or self._nodes == 1 or self._covers(step, needed):
             self._tried = True
-            if not self._reported / 2 < (every := self._every or 1) < self._reported * 2:
-                self._reported = every
-                details = {"attempt": self._attempt, "every": every, "blocked_seconds": round(blocked_seconds, 4)}
+            if self._reports:
+                self._reports -= 1
+                details = {"attempt": self._attempt, "every": self._every, "blocked_seconds": round(blocked_seconds, 4)}
                 report_event(self._run, self._ranks.rank, EVENT, step=step, **details)
             return
         self._every = None
