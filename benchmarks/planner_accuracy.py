@@ -78,10 +78,9 @@ def main() -> int:
 
 def write(errors: dict[str, Any], scores: list[Score]) -> None:
     """Write the measured errors to the catalogue, and the tables between the markers of the documentation."""
-    lines = json.dumps(errors, indent=1)
     # One cell or regime per line.
-    lines = re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"\s+", " ", found[0]), lines)
-    ERRORS.write_text(lines + "\n", encoding="utf-8")
+    text = re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"\s+", " ", found[0]), json.dumps(errors, indent=1))
+    ERRORS.write_text(text + "\n", encoding="utf-8")
     tables = {"accuracy": list(report.markdown(scores)), "ranges": list(ranges.markdown(errors))}
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in tables.items():

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from planner_truth.evaluation import Judged, judge, without_update
 from planner_truth.table import Table
@@ -128,7 +129,8 @@ def without_each_constant(table: Table, directory: Path) -> Iterator[str]:
             if name == "thread_bandwidth":
                 offload.THREAD_BANDWIDTH = NEUTRAL[name]
             else:
-                DeepSpeed.profile = replace(profile, **{name: NEUTRAL[name]})
+                neutral: dict[str, Any] = {name: NEUTRAL[name]}
+                DeepSpeed.profile = replace(profile, **neutral)
             found = errors()
         finally:
             DeepSpeed.profile, offload.THREAD_BANDWIDTH = profile, bandwidth

@@ -49,8 +49,9 @@ TEXTS: Texts = {
         "Have the node drained and tested; runs exclude it for a week (scaletrain nodes list)",
     ),
     "replicas-differ": (
-        "after step {step} the states of ranks {ranks:list} differ, which should be equal to the bit; it cannot be determined "
-        "which of them is corrupt. The state after step {clean_step} was clean; later checkpoints are set aside",
+        "after step {step} the states of ranks {ranks:list} differ, which should be equal to the bit; it cannot be "
+        "determined which of them is corrupt. The state after step {clean_step} was clean; later checkpoints are set "
+        "aside",
         "Run scaletrain preflight on the nodes of these ranks; with three or more replicas the corrupt one is named",
         "GPUs of different types may round differently in ZeRO-0: then set guard.checksum: 0",
     ),

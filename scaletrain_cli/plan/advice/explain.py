@@ -182,12 +182,12 @@ def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Ac
 
 def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, needed: bool) -> Iterator[Question]:
     """Yield the question about tensor parallelism within a node. ``needed``: the run does not fit without it."""
-    found = []
+    found: list[Candidate] = []
     for degree in _within_node(spec):
         for mode in dict.fromkeys((base.activation_checkpointing, "full")):
             changes = {"tensor_parallel": degree, "zero_stage": _lowest(spec), "activation_checkpointing": mode}
-            found.append(at_best_micro_batch(spec, base, device, **changes))
-    found = [candidate for candidate in found if candidate]
+            if candidate := at_best_micro_batch(spec, base, device, **changes):
+                found.append(candidate)
     if not found:
         return
     fits = any(candidate.memory.fits for candidate in found)
