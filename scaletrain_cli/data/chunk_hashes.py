@@ -6,11 +6,15 @@ Each process compares the chunks that it reads, once, so that every rank hashes 
 import hashlib
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import open_new, open_to_read
+
+if TYPE_CHECKING:  # numpy takes as long to load as the rest of a command that only reads hashes
+    import numpy as np
+    import numpy.typing as npt
 
 # A sequence of 4,096 tokens has 8 to 16 KiB. With larger chunks a rank would read much more than it trains on; with
 # smaller ones the hashes would be a large file. They take one byte for each 8 KiB of data.
@@ -75,7 +79,7 @@ class HashedFile:
 class CheckedFile:
     """A memory-mapped data file, with a record of the chunks that were compared with their hashes."""
 
-    def __init__(self, path: Path, content: memoryview) -> None:
+    def __init__(self, path: Path, content: "npt.NDArray[np.uint8]") -> None:
         """``content``: the whole file as bytes. Raises CorruptDataError if the number of hashes is wrong."""
         self._path, self._content = path, content
         self.hashes = read_hashes(path, len(content))
@@ -97,7 +101,7 @@ class CheckedFile:
             self._compare(chunk)
 
     def _compare(self, chunk: int) -> None:
-        compare_chunk(self._path, self.hashes, chunk, self._content[chunk * CHUNK_BYTES :][:CHUNK_BYTES])
+        compare_chunk(self._path, self.hashes, chunk, self._content[chunk * CHUNK_BYTES :][:CHUNK_BYTES].data)
         self._compared[chunk] = 1
 
 

@@ -181,7 +181,7 @@ def _open_split(folder: Path, split: str, info: RowsInfo) -> tuple[list[CheckedF
     for part, count in counts.items():
         path = folder / f"{split}.{part}"
         mapped.append(map_numbers(path, PARTS[part] or info.dtype, count))
-        checked.append(CheckedFile(path, mapped[-1].view(np.uint8).data))
+        checked.append(CheckedFile(path, mapped[-1].view(np.uint8)))
     images = None
     if info.tokens_per_image:
         names = ("images", "image_bytes", "image_place_bytes", "image_uses")

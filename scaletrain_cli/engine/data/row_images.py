@@ -120,5 +120,5 @@ def open_row_images(folder: Path, split: str, sizes: Mapping[str, int], document
     }
     paths = [folder / f"{split}.{name}" for name in expected]
     mapped = [map_numbers(path, dtype, count) for path, (dtype, count) in zip(paths, expected.values(), strict=True)]
-    files = tuple(CheckedFile(path, values.view(np.uint8).data) for path, values in zip(paths, mapped, strict=True))
+    files = tuple(CheckedFile(path, values.view(np.uint8)) for path, values in zip(paths, mapped, strict=True))
     return RowImages(mapped[0], mapped[1], mapped[2].reshape(-1, 2), mapped[3], mapped[4], files)

@@ -47,7 +47,7 @@ def test_a_shard_has_the_tokens_of_a_plain_loop(tokenizer: Tokenizer, tmp_path: 
         tokens = np.fromfile(tmp_path / "0" / f"{split}.bin", "uint16")
         assert tokens.tolist() == expected[split]
         assert np.fromfile(tmp_path / "0" / f"{split}.ends.bin", "int64").tolist() == ends[split]
-        CheckedFile(tmp_path / "0" / f"{split}.bin", tokens.view(np.uint8).data).check_share(0, 1)
+        CheckedFile(tmp_path / "0" / f"{split}.bin", tokens.view(np.uint8)).check_share(0, 1)
         assert getattr(info, f"{split}_tokens") == len(expected[split])
         assert getattr(info, f"{split}_documents") == len(ends[split])
     assert info.bytes == sum(len(text.encode()) for text in TEXTS)

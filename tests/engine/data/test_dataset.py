@@ -45,10 +45,10 @@ def test_only_the_chunks_that_are_read_are_compared_and_each_once(tmp_path: Path
         file.finish()
     assert (tmp_path / "data").read_bytes() == content.tobytes()
     assert len((tmp_path / "data.blake2b").read_bytes()) == 6 * 16
-    checked = CheckedFile(tmp_path / "data", content.data)
+    checked = CheckedFile(tmp_path / "data", content)
     for share in range(3):
         checked.check_share(share, 3)
-    checked = CheckedFile(tmp_path / "data", content.data)
+    checked = CheckedFile(tmp_path / "data", content)
     checked.check(CHUNK_BYTES, 2 * CHUNK_BYTES)
     content[CHUNK_BYTES] ^= 1
     content[5 * CHUNK_BYTES] ^= 1
@@ -56,7 +56,7 @@ def test_only_the_chunks_that_are_read_are_compared_and_each_once(tmp_path: Path
     with pytest.raises(CorruptDataError, match=r"chunk 5 \(bytes 655360 to 655437\)"):
         checked.check(4 * CHUNK_BYTES, size)
     with pytest.raises(CorruptDataError, match="chunk 1 "):
-        CheckedFile(tmp_path / "data", content.data).check(CHUNK_BYTES - 1, CHUNK_BYTES + 1)
+        CheckedFile(tmp_path / "data", content).check(CHUNK_BYTES - 1, CHUNK_BYTES + 1)
 
 
 def test_a_dataset_of_another_schema_is_refused(tmp_path: Path) -> None:
