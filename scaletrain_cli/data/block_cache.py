@@ -106,7 +106,9 @@ class BlockCache:
         with locked(self.folder / _LOCKS / _TOTAL, wait_seconds=_LOCK_SECONDS) as alone:
             if not alone:  # a stopped process has the lock; the block is not kept
                 return
-            total = self._total()
+            total = None  # the blocks must be counted
+            with contextlib.suppress(OSError, ValueError):
+                total = int((self.folder / _TOTAL).read_text())
             if total is None or total + len(content) > self.size:
                 total = self._shrink(len(content))
             (self.folder / _TOTAL).unlink(missing_ok=True)  # unknown, should this process be killed now
@@ -121,13 +123,6 @@ class BlockCache:
             draft = self.folder / f".{_TOTAL}.tmp"
             _write(draft, str(total + len(content)).encode())
             draft.rename(self.folder / _TOTAL)
-
-    def _total(self) -> int | None:
-        """Return the bytes of all blocks; None if they must be counted."""
-        try:
-            return int((self.folder / _TOTAL).read_text())
-        except (OSError, ValueError):
-            return None
 
     def _shrink(self, more: int) -> int:
         """Remove the blocks that were not used for longest, until ``more`` bytes fit; return the bytes that remain."""

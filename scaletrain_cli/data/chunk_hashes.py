@@ -83,8 +83,7 @@ class CheckedFile:
         """``content``: the whole file as bytes. Raises CorruptDataError if the number of hashes is wrong."""
         self._path, self._content = path, content
         self.hashes = read_hashes(path, len(content))
-        chunks = -(-len(content) // CHUNK_BYTES)
-        self._compared = bytearray(chunks)
+        self._compared = bytearray(-(-len(content) // CHUNK_BYTES))
 
     def check(self, start: int, stop: int) -> None:
         """Compare the chunks that hold bytes ``start`` to ``stop``, unless they were compared before.

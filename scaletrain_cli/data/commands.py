@@ -74,8 +74,7 @@ def prepare_images(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str
     """
     started = time.monotonic()
     print(f"indexing the images of {', '.join(path for _, path in spec.data_paths())}", file=sys.stderr, flush=True)
-    used = workers or len(os.sched_getaffinity(0))
-    datasets = prepare_run_datasets(spec, runs_root, {}, used, ProgressLines())
+    datasets = prepare_run_datasets(spec, runs_root, {}, workers or len(os.sched_getaffinity(0)), ProgressLines())
     try:
         documents = {name: describe_index(dataset) for name, dataset in datasets.items()}
     except CorruptDataError as error:  # the exit code 93 is for runs
@@ -118,8 +117,7 @@ def _line(source: Mapping[str, Any]) -> str:
 
 def _left_out(dataset: Path) -> dict[str, int | None]:
     """Return the documents that were read, removed by steps and left out as bad; None in data without a report."""
-    steps = (read_document(dataset / REPORT) or {}).get("steps")
-    if not steps:
+    if not (steps := (read_document(dataset / REPORT) or {}).get("steps")):
         return dict.fromkeys(_LEFT_OUT)
     removed, bad = (sum(each["documents"] for step in steps for each in step[kind]) for kind in ("removed", "bad"))
     return dict(zip(_LEFT_OUT, (steps[0]["documents"], removed, bad), strict=True))

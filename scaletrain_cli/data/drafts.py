@@ -40,8 +40,7 @@ def remove_drafts(folder: Path, is_dead: Callable[[str], bool]) -> None:
     """Remove the drafts below a folder whose owner ``is_dead``; those of other users stay."""
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
-            match = _DRAFT.fullmatch(name)
-            if match is None:
+            if (match := _DRAFT.fullmatch(name)) is None:
                 continue
             path = Path(parent, name)
             with contextlib.suppress(OSError):

@@ -177,8 +177,7 @@ def _sample(files: Sequence[SourceFile], columns: Columns, tokenizer: "_Tokenize
     tokens = text = stored = 0.0
     for file in files:
         beginning = read_beginning(file, columns)
-        used = _stored_bytes(file, beginning)
-        if used is None:
+        if (used := _stored_bytes(file, beginning)) is None:
             continue
         documents = [record.text for record in beginning.documents if isinstance(record, Record)]
         ids = sum(len(record.tokens) for record in beginning.documents if isinstance(record, TokenRecord))

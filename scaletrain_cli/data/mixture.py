@@ -75,8 +75,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
     A source with a weight above 0 has at least 1. Raises ValueError for negative or infinite weights, or if all are 0.
     """
-    total = sum(weights)
-    if not 0 < total < float("inf") or min(weights) < 0:
+    if not 0 < sum(weights) < float("inf") or min(weights) < 0:
         raise ValueError("weights must be finite, at least 0, and not all 0")
     whole_total = sum(map(Fraction, weights))
     exact = [Fraction(weight) / whole_total * PARTS for weight in weights]

@@ -208,7 +208,8 @@ def _compare_with(document: dict[str, Any], draft: Path, files: dict[str, Remote
     """
     groups: list[tuple[list[str], Callable[[], bool]]] = []
     if "digest" in document["tokenizer"]:
-        groups.append((["tokenizer.json"], partial(_is_tokenizer, draft, document["tokenizer"]["digest"])))
+        tokenizer, digest = draft / "tokenizer.json", document["tokenizer"]["digest"]
+        groups.append(([tokenizer.name], lambda: hashlib.sha256(tokenizer.read_bytes()).hexdigest() == digest))
     for number, shard in enumerate(document["shards"]):
         names = [hashes_path(Path(name)).as_posix() for name in data_names(number)]
         groups.append((names, partial(_has_digest, draft, names, shard)))
@@ -222,10 +223,6 @@ def _compare_with(document: dict[str, Any], draft: Path, files: dict[str, Remote
             for name in names:
                 (draft / name).unlink()
                 create_file(draft / name, _content(files[name]))
-
-
-def _is_tokenizer(draft: Path, digest: str) -> bool:
-    return hashlib.sha256((draft / "tokenizer.json").read_bytes()).hexdigest() == digest
 
 
 def _has_digest(draft: Path, names: list[str], shard: dict[str, Any]) -> bool:
@@ -306,8 +303,7 @@ def prepared_files(dataset: Path, cache: BlockCache | None) -> Callable[[list[Pa
 
     It raises CorruptDataError if objects.json lacks a file.
     """
-    document = read_document(dataset / OBJECTS)
-    if document is None:
+    if (document := read_document(dataset / OBJECTS)) is None:
         return lambda paths: paths
     used = cache or block_cache()
 

@@ -43,8 +43,7 @@ def read_report(datasets: Mapping[str, Path], mixture: Mapping[str, Any] | None 
 
 def _source(name: str, folder: Path) -> dict[str, Any]:
     """Return what is known of a dataset; ``steps`` is empty without a report of its preparation."""
-    dataset = read_document(folder / "dataset.json")
-    if dataset is None:
+    if (dataset := read_document(folder / "dataset.json")) is None:
         params = {"folder": str(folder), "error": "there is no dataset.json"}
         raise UsageError(Reason("engine.not-a-dataset", params))
     report = read_document(folder / "report.json") or {}

@@ -119,8 +119,7 @@ def stages_of_run(
 
     Before the first event of a run there was one source. Raises InfeasibleError as ``shares_of`` does.
     """
-    changes = recorded_changes(events)
-    if not changes:
+    if not (changes := recorded_changes(events)):
         return planned_stages(data, sequences, total_steps, global_batch_size)
     if changes[0][0] > 0:
         changes.insert(0, (0, [MixtureStage(0, {next(iter(sequences)): 1.0})]))

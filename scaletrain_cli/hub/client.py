@@ -318,8 +318,7 @@ def _fill(
             part = part.with_name(f"{part.name}.{os.getpid()}")  # of another process, whose lock was given up
         for number in range(1, _DOWNLOADS + 1):
             _receive(listing, file, settings, part, on_bytes)
-            algorithm = differing_hash(part, file)
-            if algorithm is None:
+            if (algorithm := differing_hash(part, file)) is None:
                 break
             part.unlink()
             if number == _DOWNLOADS:

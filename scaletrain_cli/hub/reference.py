@@ -93,8 +93,7 @@ def parse_reference(text: str) -> HubReference:
 
 
 def _revision_and_path(tail: str) -> tuple[str, str]:
-    special = _SPECIAL_REVISION.match(tail)
-    if special is not None:
+    if (special := _SPECIAL_REVISION.match(tail)) is not None:
         return special[0], tail[special.end() :].removeprefix("/")
     revision, _, path = tail.partition("/")
     # A branch whose name has slashes is written with %2F, as huggingface_hub writes it.

@@ -132,8 +132,7 @@ def _found(listing: Listing, settings: ImageSettings, datasets: Path) -> Path | 
     """Return the index that this user, or another one, has built from a source in this state; None if there is none."""
     key = _state_key(listing, settings)
     for steps in (steps_folder(datasets), *sorted(datasets.glob(".steps*"))):
-        note = undamaged_document(steps / f"images-{key}" / _NOTE)
-        if note is not None:
+        if (note := undamaged_document(steps / f"images-{key}" / _NOTE)) is not None:
             dataset = place_of(datasets, str(note.get("dataset")), open_images)
             document = read_document(dataset / DATASET) or {}
             if document.get("schema") == SCHEMA and document.get("key") == note.get("dataset") and is_readable(dataset):

@@ -160,8 +160,7 @@ def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listin
         raise _unusable(key, path, Reason("images.folders-mix-splits", {"other": other}))
     total, has_splits = len(names), splits_by_folder(firsts)
     if has_splits:
-        splits = {split_of_folder(name) for name in names}
-        read = _splits_read(splits, settings)
+        read = _splits_read({split_of_folder(name) for name in names}, settings)
         names = [name for name in names if split_of_folder(name) in read]
     total_size = _Size()
     state = _hashed(_state_of(root, name, total_size) for name in (*names, *described))

@@ -78,8 +78,7 @@ def prepare_image_datasets(
 
 def _given(spec: RunSpec, source: NamedSource, folder: Path) -> Path | None:
     """Return the index that the path of a source names, if it names one. Raises UsageError for other settings."""
-    index = given_index(source.path, folder)
-    if index is not None:
+    if (index := given_index(source.path, folder)) is not None:
         document = read_document(index / DATASET) or {}
         if source.section is None:
             zero_shot_classes(spec, document, index, folder)

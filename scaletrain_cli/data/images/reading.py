@@ -156,8 +156,7 @@ class IndexedImages:
             return None
         assert files.numbers is not None
         assert files.ends is not None
-        ends = files.ends.read(max(0, index - 1) * 8, (index + 1) * 8)
-        bounds = np.frombuffer(ends, "<i8").tolist()
+        bounds = np.frombuffer(files.ends.read(max(0, index - 1) * 8, (index + 1) * 8), "<i8").tolist()
         start, stop = (0, bounds[0]) if index == 0 else bounds
         content = files.numbers.read(start * 4, stop * 4)
         if files.targets == "numbers":

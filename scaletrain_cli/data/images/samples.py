@@ -107,17 +107,16 @@ def labels_named(labels: Sequence[str], names: Sequence[str]) -> tuple[str, ...]
     name that equals it up to case, ``_`` and ``-``. Of as many labels as names, all of them others, each has the name
     in the same place, such as goldfish for the folder n01443537.
     """
-    own, given = ({_folded(each): each for each in these} for these in (labels, names))
+    own, given = (
+        {" ".join(each.casefold().replace("_", " ").replace("-", " ").split()): each for each in these}
+        for these in (labels, names)
+    )
     if not set(labels) & set(names) and len(own) == len(labels) == len(names) == len(given):
         if own.keys() == given.keys():
             return tuple(own[each] for each in given)
         if own.keys().isdisjoint(given):
             return tuple(labels)
     return tuple(names)
-
-
-def _folded(name: str) -> str:
-    return " ".join(name.casefold().replace("_", " ").replace("-", " ").split())
 
 
 def class_names(path: str, folder: Path = Path(), key: str = "data.images.classes") -> tuple[str, ...]:

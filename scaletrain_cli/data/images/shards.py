@@ -52,8 +52,7 @@ class ShardUnit:
         place = f"{self.file.path}:{group.key}"
         if group.twice:
             return Bad(f"{place}.{group.twice}", Reason("images.member-twice", {"suffix": group.twice}))
-        suffix = wanted.image.suffix_in(group.members)
-        if suffix is None:
+        if (suffix := wanted.image.suffix_in(group.members)) is None:
             params = {"suffixes": list(wanted.image.suffixes), "members": list(group.members)[:_MOST_SHOWN]}
             return Bad(place, Reason("images.no-image", params))
         name, offset, size = group.members[suffix]

@@ -148,8 +148,7 @@ def image_leaf(schema: Any, settings: ImageSettings, path: str) -> tuple[str, bo
 
 def _column(schema: Any, named: str, usual: Sequence[str], part: str, path: str) -> str:
     names = usual if named == "auto" else (named,)
-    found = next((name for name in names if name in schema.names), None)
-    if found is None:
+    if (found := next((name for name in names if name in schema.names), None)) is None:
         params = {"columns": list(names), "found": schema.names[:_MOST_SHOWN], "key": f"data.images.fields.{part}"}
         raise _unusable(path, Reason("images.no-column", params))
     return found

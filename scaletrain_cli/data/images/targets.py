@@ -53,16 +53,13 @@ def target_of(value: Any, settings: ImageSettings, classes: Mapping[str, int]) -
 
 def _parsed(content: bytes, settings: ImageSettings) -> Any:
     """Return the value of a member: a number, a list, or the name of a class."""
-    text = _decoded(content).strip()
-    if not text:
+    if not (text := _decoded(content).strip()):
         return None
     try:
         value = json.loads(text)
     except ValueError:
         return text
-    if settings.targets == "class" and not isinstance(value, int):
-        return text
-    return value
+    return text if settings.targets == "class" and not isinstance(value, int) else value
 
 
 def _class_of(value: Any, classes: Mapping[str, int]) -> int:
@@ -93,8 +90,7 @@ def caption_of(value: Any) -> bytes:
         value = _decoded(value)
     if not isinstance(value, str):
         raise TargetError(Reason("images.caption-not-text", {"given": _shown(value)}))
-    found = value.strip().encode("utf-8", "replace")
-    if not found:
+    if not (found := value.strip().encode("utf-8", "replace")):
         raise TargetError(Reason("images.no-caption"))
     if len(found) > MOST_CAPTION_BYTES:
         raise TargetError(Reason("images.caption-too-long", {"bytes": len(found), "most": MOST_CAPTION_BYTES}))
@@ -148,7 +144,6 @@ class Member:
 
     def value(self, members: Mapping[str, bytes]) -> Any:
         """Return the content of the member, or the value of its JSON key; None if it is missing. Raises TargetError."""
-        suffix = self.suffix_in(members)
-        if suffix is None:
+        if (suffix := self.suffix_in(members)) is None:
             return None
         return members[suffix] if self.json_key is None else json_value(members[suffix], self.json_key)

@@ -188,8 +188,7 @@ class Chain:
             require_unchanged(part.file)
             for record in token_documents(part, tokenizer):
                 if isinstance(record, BadRecord):
-                    place = Place(task, part, record.place)
-                    reading.was_not_read(number, place, record.reason, skip=self.skips_bad)
+                    reading.was_not_read(number, Place(task, part, record.place), record.reason, skip=self.skips_bad)
                 else:
                     reading.was_read("")
                     yield record
@@ -241,8 +240,7 @@ class _Running:
         try:
             result = self._result(number, document)
         except DocumentError as error:
-            reason = error.reason or recorded(str(error))
-            self._bad(number, reason, place, document.text, skip=skip_bad)
+            self._bad(number, error.reason or recorded(str(error)), place, document.text, skip=skip_bad)
             return None
         if isinstance(result, Removed):
             self._made.remove(number, result, place, document.text)

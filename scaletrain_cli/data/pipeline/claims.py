@@ -188,8 +188,7 @@ class Claims:
     def claim(self, stage: str, unit: str) -> bool:
         """Return whether this process has the unit now: nobody had it, or only processes that are dead."""
         known = self._generations.setdefault(stage, {})
-        latest = known.get(unit)
-        if latest is not None:
+        if (latest := known.get(unit)) is not None:
             owner = self._owner_of(self._claims / stage / f"{unit}.{latest}")
             if owner == self.owner:
                 return True
@@ -246,8 +245,7 @@ def record_failure(path: Path, error: ScaletrainError, unit: str) -> None:
 
 def read_failure(path: Path) -> ScaletrainError | None:
     """Return the error with which a job has failed; None if none is recorded."""
-    found = read_document(path)
-    if found is None:
+    if (found := read_document(path)) is None:
         return None
     kind = UsageError if found.get("exit_code") == ExitCode.USAGE else ScaletrainError
     return kind(reason_from(found.get("reason")))

@@ -97,8 +97,7 @@ class Decisions:
 
     def write(self, path: Path) -> None:
         """Write the decisions, whole or not at all. Raises OSError."""
-        document = vars(self) | {"counts": dict(sorted(self.counts.items()))}
-        write_whole(path, json.dumps(document, ensure_ascii=False))
+        write_whole(path, json.dumps(vars(self) | {"counts": dict(sorted(self.counts.items()))}, ensure_ascii=False))
 
 
 def read_decisions(path: Path) -> Decisions | None:

@@ -375,11 +375,10 @@ def _phase(corpus: Corpus, number: int, texts: _Texts) -> Stage:
     except FileNotFoundError:
         if not corpus.report.exists():  # else another process has finished and removed what the phases wrote
             raise
-    folder = paths[0].parent if paths else corpus.folder
     return Stage(
         f"duplicates: {phase.name}",
         f"{corpus.folder.name}-{phase.name}",
-        folder,
+        paths[0].parent if paths else corpus.folder,
         tuple(path.name for path in paths),
         partial(_find_duplicates, corpus, number),
         texts.for_job,

@@ -75,8 +75,7 @@ def _report(source: PreparedSource, sources: Sequence[PreparedSource]) -> dict[s
     found = _tokens(source)
     tokens, characters = sum(found["tokens"].values()), found["characters"].get("all", 0)
     for step in steps:  # by the tokens per character of what is left in the end
-        left = step["characters_left"]
-        step["estimated_tokens_left"] = round(left * tokens / characters) if characters else None
+        step["estimated_tokens_left"] = round(step["characters_left"] * tokens / characters) if characters else None
     # The documents of each language that were kept and removed; None without a step ``language``.
     kept: dict[str, int] = {}
     removed: dict[str, int] = {}
@@ -171,8 +170,7 @@ def _keep_first(kept: list[dict[str, Any]], found: Sequence[Mapping[str, Any]], 
     for each in found:
         if counts[each["rule"]] < most:
             counts[each["rule"]] += 1
-            order = [task.number, each["part"], each["at"]]
-            kept.append({**each, "place": place_of(task, each), "order": order})
+            kept.append({**each, "place": place_of(task, each), "order": [task.number, each["part"], each["at"]]})
 
 
 def place_of(task: Task, document: Mapping[str, Any]) -> str:

@@ -122,10 +122,7 @@ def _beginning(records: Iterable[Record | TokenRecord | BadRecord], share: float
 
 
 def _inflated(stored: bytes, compression: str) -> tuple[bytes, int]:
-    """Return the decompressed first bytes of a file, and the number of stored bytes that hold them.
-
-    Raises DamagedFileError.
-    """
+    """Return the decompressed first bytes of a file, and how many stored bytes hold them. Raises DamagedFileError."""
     if compression == "gz":
         return _gunzipped(stored)
     zstandard = require("zstandard", "data")

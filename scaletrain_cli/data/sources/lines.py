@@ -82,8 +82,7 @@ class TextReader:
             yield 0, _NO_END
             return
         count = max(1, file.size // part_bytes)
-        places = [file.size * number // count for number in range(count + 1)]
-        yield from pairwise(places)
+        yield from pairwise([file.size * number // count for number in range(count + 1)])
 
     def records(self, part: Part) -> Iterator[Record | BadRecord]:
         place = part.start

@@ -68,10 +68,8 @@ def _remote(
         error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
         raise
     in_folder = section.path not in listed and not set("*?[") & set(section.path)
-    chosen = chosen_text(list(listed), section.format, in_folder=in_folder)
-    if not chosen:
-        problem = f"has no {', '.join(suffixes_of(section.format))} file"
-        raise _unreadable(key, section.path, problem)
+    if not (chosen := chosen_text(list(listed), section.format, in_folder=in_folder)):
+        raise _unreadable(key, section.path, f"has no {', '.join(suffixes_of(section.format))} file")
     if in_folder:
         chosen, of_splits = read_split(chosen, section.path, evaluation=evaluation)
         if left_out is not None:

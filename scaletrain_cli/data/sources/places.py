@@ -85,10 +85,9 @@ def list_files(path: str, seconds: float | None = None) -> tuple[RemoteFile, ...
     folder = place.key[: place.key.rfind("/", 0, wildcard.start()) + 1] if wildcard else place.key
     pattern = tuple(place.key.split("/")) if wildcard else ()
     deep = not wildcard or "/" in place.key[wildcard.start() :] or "**" in pattern
-    found = retried(lambda: list(_listed(place, folder.rstrip("/"), deep)), place, path, seconds)
     files = [
         RemoteFile(place.sibling(each["path"]), each["size"], _identity(each))
-        for each in found
+        for each in retried(lambda: list(_listed(place, folder.rstrip("/"), deep)), place, path, seconds)
         if not pattern or path_matches(tuple(each["path"].split("/")), pattern)
     ]
     if not files:
@@ -273,8 +272,7 @@ class RemoteStream(SeekableFile):
 
     def readinto(self, buffer: Any) -> int:
         """Read at most as many bytes as the buffer has. Raises PlaceError and UnavailableError."""
-        wanted = min(len(buffer), max(0, self.size - self.place))
-        if not wanted:
+        if not (wanted := min(len(buffer), max(0, self.size - self.place))):
             return 0
         if not self._start <= self.place < self._start + len(self._ready):
             follows = self.place == self._start + len(self._ready)

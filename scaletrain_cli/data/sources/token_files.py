@@ -168,8 +168,7 @@ class TokenArray:
             if self._dtype is not None:
                 return self._dtype, _whole(file, self._dtype, 0), 0
             try:
-                version = np.lib.format.read_magic(data)
-                newer = version != (1, 0)
+                newer = np.lib.format.read_magic(data) != (1, 0)
                 read = np.lib.format.read_array_header_2_0 if newer else np.lib.format.read_array_header_1_0
                 shape, _, dtype = read(data)
             except ValueError as error:
@@ -178,8 +177,7 @@ class TokenArray:
         if len(shape) != 1 or dtype.kind not in "ui":
             raise _WrongFileError("npy-shape", dtype=str(dtype), dimensions=len(shape))
         if shape[0] != _whole(file, dtype, offset):
-            expected = offset + shape[0] * dtype.itemsize
-            raise _WrongFileError("size-differs", bytes=file.size, expected=expected)
+            raise _WrongFileError("size-differs", bytes=file.size, expected=offset + shape[0] * dtype.itemsize)
         return dtype, shape[0], offset
 
 

@@ -53,8 +53,7 @@ class C4(Step):
         for line in lines_of(document.text):
             if spec.remove_citations and "[" in line:
                 line = _CITATION.sub("", line).strip()
-            rule = self._broken_by(line)
-            if rule is None:
+            if (rule := self._broken_by(line)) is None:
                 kept.append(line)
             else:
                 counts[f"c4.{rule}"] = counts.get(f"c4.{rule}", 0) + 1
@@ -93,8 +92,7 @@ class _BadWords:
         except (OSError, UnicodeDecodeError) as error:
             params = {"file": path, "error": str(error)}
             raise UsageError(Reason("document_steps.file-unreadable", params), file=path) from error
-        phrases = sorted({words for words in map(_words, lines) if words})
-        if not phrases:
+        if not (phrases := sorted({words for words in map(_words, lines) if words})):
             raise UsageError(Reason("document_steps.no-bad-words", {"file": path}), file=path)
         self.digest = hashlib.sha256(repr(phrases).encode("utf-8", "backslashreplace")).hexdigest()
         self.by_first: dict[str, list[str]] = {}

@@ -53,8 +53,7 @@ class Contamination(Step):
     def __call__(self, document: Document) -> Kept | Removed:
         """Return the document without the texts of the evaluation, or why it is removed."""
         spec, text = self.spec, document.text
-        starts = self._matches(text)
-        if not starts:
+        if not (starts := self._matches(text)):
             return Kept(text)
         if spec.action == "drop":
             if spec.min_matching_share is None:
@@ -89,8 +88,7 @@ class Contamination(Step):
 
     def _numbers(self, text: str) -> Iterator[tuple[int, _Numbers]]:
         """Yield each length of the evaluation's n-grams with the numbers of all sequences of the text."""
-        words = text.lower().translate(_punctuation()).split()
-        return _sequences(self.hashes.of(words), self.indexes)
+        return _sequences(self.hashes.of(text.lower().translate(_punctuation()).split()), self.indexes)
 
 
 class _Index:

@@ -179,8 +179,7 @@ def _keys(text: str, new: str) -> tuple[str, int]:
 
 def _pem_blocks(text: str, new: str) -> tuple[str, int]:
     """Replace private keys, from BEGIN to END; without an END before the next BEGIN, up to the last line of the key."""
-    begins = list(_PEM_BEGIN.finditer(text))
-    if not begins:
+    if not (begins := list(_PEM_BEGIN.finditer(text))):
         return text, 0
     parts, end = [], 0
     limits = [begin.start() for begin in begins[1:]] + [len(text)]

@@ -66,6 +66,4 @@ class Normalization(Step):
             text = _CONTROL.sub("" if spec.control_characters == "remove" else " ", text)
         if spec.zero_width == "remove":
             text = _ZERO_WIDTH.sub("", text)
-        if spec.unicode == "none":
-            return text
-        return unicodedata.normalize(spec.unicode, stream_safe(text))
+        return text if spec.unicode == "none" else unicodedata.normalize(spec.unicode, stream_safe(text))

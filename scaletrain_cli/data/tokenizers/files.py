@@ -94,8 +94,7 @@ def parsed_tokenizer(content: bytes, path: str) -> Any:
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises nothing narrower
-        params = {"path": path, "error": str(error)}
-        raise UsageError(Reason("engine.tokenizer-invalid", params)) from error
+        raise UsageError(Reason("engine.tokenizer-invalid", {"path": path, "error": str(error)})) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

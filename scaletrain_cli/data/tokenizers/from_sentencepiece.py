@@ -28,8 +28,7 @@ def converted(content: bytes) -> Any:
     """Return the Tokenizer with the pieces of a model. Raises NotConvertibleError, and UsageError without protobuf."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    schema = require("sentencepiece.sentencepiece_model_pb2", "data")
-    model = schema.ModelProto()
+    model = require("sentencepiece.sentencepiece_model_pb2", "data").ModelProto()
     try:
         model.ParseFromString(content)
     except Exception as error:  # protobuf's own error is in a module that moves

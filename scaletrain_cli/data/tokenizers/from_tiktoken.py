@@ -62,10 +62,7 @@ ENCODINGS: dict[str, Encoding] = {
     "qwen": Encoding(
         _CL100K.replace("{1,3}", ""),
         {},
-        (
-            *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-            *(f"<|extra_{number}|>" for number in range(205)),
-        ),
+        (*("<|endoftext|>", "<|im_start|>", "<|im_end|>"), *(f"<|extra_{number}|>" for number in range(205))),
     ),
 }
 

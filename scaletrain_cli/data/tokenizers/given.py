@@ -73,8 +73,7 @@ def tokenizer_content(section: TokenizerSpec, folder: Path = _HERE, kept: Path |
         with contextlib.suppress(OSError):
             return path.read_text(encoding="utf-8")
     found = _converted(content, section)
-    beside = folder / expand_home(section.path)
-    found = with_files_beside(found.encode(), beside, settings=False).decode()
+    found = with_files_beside(found.encode(), folder / expand_home(section.path), settings=False).decode()
     if path is not None:
         with contextlib.suppress(OSError):  # this user may not write there: converted again next time
             write_whole(path, found)
@@ -180,7 +179,6 @@ def _texts_to_compare(tokenizer: Any) -> Iterator[str]:
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     pieces = sorted(number for name, number in tokenizer.get_vocab().items() if name not in special)
     for _ in range(_RANDOM_TEXTS):
-        chosen = draw.choices(pieces, k=_PIECES_PER_TEXT)
-        text = tokenizer.decode(chosen).replace("\ufffd", "")
+        text = tokenizer.decode(draw.choices(pieces, k=_PIECES_PER_TEXT)).replace("\ufffd", "")
         if not any(name in text for name in special):
             yield text

@@ -42,8 +42,7 @@ def loaded_tokenizer(content: str) -> tuple[TokenizerSettings, Any]:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
-    end = next((token for token in known if token is not None), None)
-    if end is None:
+    if (end := next((token for token in known if token is not None), None)) is None:
         raise UsageError(Reason("engine.tokenizer-without-end-of-text", {"path": "", "tokens": list(ENDS_OF_TEXT)}))
     size = max(tokenizer.get_vocab().values()) + 1
     digest = hashlib.sha256(content.encode()).hexdigest()

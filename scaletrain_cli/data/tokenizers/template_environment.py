@@ -199,8 +199,7 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         marks: list[Any] = [jinja2.nodes.Name(name, "load") for name in (OPENING, CLOSING)]
-        block = jinja2.nodes.CallBlock(self.call_method("_between_marks", marks), [], [], body)
-        return [block.set_lineno(line)]
+        return [jinja2.nodes.CallBlock(self.call_method("_between_marks", marks), [], [], body).set_lineno(line)]
 
     def _between_marks(self, opening: str, closing: str, caller: Callable[[], str]) -> str:
         return f"{opening}{caller()}{closing}"
