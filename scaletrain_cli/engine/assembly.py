@@ -107,8 +107,7 @@ def assemble(
     skipped = merged_skip_ranges([*spec.data.skip, *(rollback.skip for rollback in rollbacks)])
     first_batch = batch_number(resume_point.step + 1, skipped)
     if resume_point.checkpoint is not None:  # before an event records what other data would change
-        checkpoint = resume_point.checkpoint
-        _require_same_data(run, record, data, checkpoint, first_batch, skipped, ranks, long_consensus)
+        _require_same_data(run, record, data, resume_point.checkpoint, first_batch, skipped, ranks, long_consensus)
     mixture = _mixture(run, record, data, first_batch, ranks, long_consensus)
     heartbeat.beat(resume_point.step, "set-up")
     _stop_if_preempted(flag, long_consensus)
@@ -132,8 +131,7 @@ def assemble(
     average = _weight_average(spec, composed)
     local_sgd = None
     if layout.local_sgd_groups > 1:
-        settings = spec.training.local_sgd
-        local_sgd = LocalSGD(composed.engine, settings, mesh.groups, spec.total_steps, device)
+        local_sgd = LocalSGD(composed.engine, spec.training.local_sgd, mesh.groups, spec.total_steps, device)
     _stop_if_preempted(flag, long_consensus)
 
     # Monitoring, checkpoints and batches.

@@ -241,8 +241,7 @@ class Faults:
     def loss_factor(self, batch: int) -> float:
         """Return the factor of this batch's loss."""
         spikes = [fault for fault in self._mine if fault.kind == "spike"]
-        hits = [fault.factor for fault in spikes if (fault.step or 1) <= batch <= (fault.last or batch)]
-        return math.prod(hits)
+        return math.prod([fault.factor for fault in spikes if (fault.step or 1) <= batch <= (fault.last or batch)])
 
     def reading(self, read: Callable[[int], Any]) -> Callable[[int], Any]:
         """Return what reads batches of training by number, with the faults of data if there are any."""

@@ -339,8 +339,7 @@ class PipelineStepper(Stepper):
     ) -> tuple[Tensor, Any]:
         assert self._composed.stage is not None
         self._composed.stage.nan_gradient, self._composed.stage.loss_factor = nan_gradient, factor
-        loss = self._engine.train_batch(self._feed(batches))
-        return loss, self._engine.get_global_grad_norm()
+        return self._engine.train_batch(self._feed(batches)), self._engine.get_global_grad_norm()
 
     def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
         loss: Tensor = self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))

@@ -96,8 +96,7 @@ class Validation:
         if found is None:
             return None
         if self.answers is not None:
-            answers = self._sample_answers(step, self.answers)
-            if answers is None:
+            if (answers := self._sample_answers(step, self.answers)) is None:
                 return None
             found = found._replace(details=found.details | {"answers": answers})
         metrics.log_validation(step, sum(counts.values()), found.details, **found.metrics)
@@ -121,8 +120,7 @@ class Validation:
         """Return losses and other measures, by their names with the prefix, and details; None after a signal."""
         objective = self.composed.objective
         objective.begin_validation()
-        losses = self._losses(step, counts, f"{prefix}loss", ahead)
-        if losses is None:
+        if (losses := self._losses(step, counts, f"{prefix}loss", ahead)) is None:
             return None
         figures = objective.end_validation()
         if self.zero_shot is not None:
@@ -170,8 +168,7 @@ class Validation:
         Images are read and decoded ahead by the loader of the training batches, as many micro-batches as it reads for
         training; the last rounds are followed by the batches of the next steps.
         """
-        by_round = rounds_reader(reader)
-        if by_round is None:
+        if (by_round := rounds_reader(reader)) is None:
             yield from reader.in_order(count)
             return
         most, size = ahead.batches, self.record.plan.layout.gradient_accumulation_steps

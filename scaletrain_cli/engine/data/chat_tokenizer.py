@@ -122,8 +122,7 @@ class ChatTokenizer:
         }
         known = frozenset[str]().union(*(template.read for template in self._templates.values()))
         if self._templates and (unknown := data.chat_template_kwargs.keys() - known):
-            params = {"name": min(unknown), "known": sorted(known)}
-            raise UsageError(Reason("data.template-has-no-variable", params))
+            raise UsageError(Reason("data.template-has-no-variable", {"name": min(unknown), "known": sorted(known)}))
         self._takes_parts = {
             name: images is not None and template.takes_parts(images.text) for name, template in self._templates.items()
         }
@@ -140,8 +139,7 @@ class ChatTokenizer:
                 texts.append([text._replace(images=images) for text in self._texts(example)])
             except RowError as error:
                 texts.append(error)
-        flat = [text for each in texts if not isinstance(each, RowError) for text in each]
-        encoded = iter(self._encode(flat))
+        encoded = iter(self._encode([text for each in texts if not isinstance(each, RowError) for text in each]))
         found: list[list[Encoded] | RowError] = []
         for each, (_, weight) in zip(texts, examples, strict=True):
             if isinstance(each, RowError):
@@ -180,10 +178,9 @@ class ChatTokenizer:
         messages = self._with_images(conversation.messages, conversation.tools)
         conversation = conversation._replace(messages=messages)
         weights = [weight for weight in conversation.weights if weight is not None]
-        last_only = self._loss_on == "last_assistant"
         if self._loss_on == "all" and all(weight == 1 for weight in weights):
             return self._checked(self._whole(template, conversation), template, conversation)
-        text, spans, stops = template.assistant_spans(conversation, last_only=last_only)
+        text, spans, stops = template.assistant_spans(conversation, last_only=self._loss_on == "last_assistant")
         spans = _with_the_rest(text, spans) if self._loss_on == "all" else spans
         return self._checked(_Text(text, special=False, spans=spans, stops=stops), template, conversation)
 

@@ -132,13 +132,13 @@ class Loader(Generic[Batch]):
         if self._stream is None:
             return _Arrival(batch, None)
         with torch.cuda.stream(self._stream):
-            on_device = map_tensors(batch, self._copied)
+            pin = self._pin
+            on_device = map_tensors(
+                batch, lambda each: (each.pin_memory() if pin else each).to(self._device, non_blocking=pin)
+            )
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         return _Arrival(on_device, copied)
-
-    def _copied(self, tensor: Tensor) -> Tensor:
-        return (tensor.pin_memory() if self._pin else tensor).to(self._device, non_blocking=self._pin)
 
 
 def _recorded(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:

@@ -115,7 +115,9 @@ class ReaderProcesses:
             self._request(number)
             if number in self._arrived:
                 return self._loaded(*self._arrived.pop(number))
-            ready = wait([each.connection for each in self._processes], None if self._is_read(number) else 0)
+            readers = [each for each in self._processes if number in each.requested] or self._processes
+            is_read = any(each.started for each in readers)  # or will be
+            ready = wait([each.connection for each in self._processes], None if is_read else 0)
             if not ready:
                 return self._read(number)
             for connection in ready:
@@ -159,11 +161,6 @@ class ReaderProcesses:
             process.requested.add(each)
             with contextlib.suppress(OSError):  # it is dead, which ``wait`` reports
                 process.connection.send((each, process.free.pop()))
-
-    def _is_read(self, number: Hashable) -> bool:
-        """Return True if a process that has started reads a batch, or will read it."""
-        readers = [each for each in self._processes if number in each.requested] or self._processes
-        return any(each.started for each in readers)
 
     def _discard(self, number: Hashable) -> _Process:
         process, reply = self._arrived.pop(number)
@@ -246,8 +243,7 @@ def _transfer(call: Callable[..., int], descriptor: int, parts: list[memoryview]
     for part in parts:
         left = part.cast("B")
         while len(left):
-            done = call(descriptor, [left], place)
-            if not done:
+            if not (done := call(descriptor, [left], place)):
                 raise OSError(f"a batch of {place + len(left)} bytes ends at byte {place}")
             left, place = left[done:], place + done
 

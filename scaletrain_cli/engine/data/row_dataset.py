@@ -95,7 +95,6 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
         if data.validation_source is not None:
             raise UsageError(Reason("data.validation-rows-of-prepared"))
         return source
-    settings = data.model_dump(mode="json", include=SETTINGS_OF_ROWS)
     identity = [
         SCHEMA,
         _RENDERING,
@@ -104,7 +103,7 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
         rows_content(data.only_source, runs_root),
         tokenizer_identity(data.tokenizer),
         template_hash(template_files(spec)),
-        json.dumps(settings, sort_keys=True),
+        json.dumps(data.model_dump(mode="json", include=SETTINGS_OF_ROWS), sort_keys=True),
         repr(data.validation_split),
         "" if data.validation_source is None else rows_content(data.validation_source, runs_root, validation=True),
     ]

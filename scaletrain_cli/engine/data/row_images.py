@@ -53,8 +53,7 @@ class RowImages:
         starts = self.ends[number - 1] if number else (0, 0)
         stops = self.ends[number]
         found = []
-        parts = zip((self.contents, self.places), self.files, starts, stops, strict=False)
-        for values, file, start, stop in parts:
+        for values, file, start, stop in zip((self.contents, self.places), self.files, starts, stops, strict=False):
             file.check(int(start), int(stop))
             found.append(values[int(start) : int(stop)].tobytes())
         return StoredImage(found[0], found[1].decode("utf-8", "replace"))
@@ -84,8 +83,7 @@ class ImageWriter:
         """Store the images of the next document, of which those that are there already are not written again."""
         for image in images:
             digest = hashlib.blake2b(image.content, digest_size=_DIGEST_BYTES).digest()
-            number = self._known.get(digest)
-            if number is None:
+            if (number := self._known.get(digest)) is None:
                 number = self._known[digest] = len(self._known)
                 for part, (name, content) in enumerate(((_CONTENTS, image.content), (_PLACES, image.place.encode()))):
                     self._files[name].write(content)

@@ -86,8 +86,7 @@ def _read_library() -> Iterator[tuple[str, _Documented]]:
         except (SyntaxError, ValueError, OSError):  # a file of the library that this interpreter does not run
             continue
         for node, name in _definitions(tree, ".".join(parts)):
-            text = _first_paragraph(ast.get_docstring(node))
-            if text is None:
+            if (text := _first_paragraph(ast.get_docstring(node))) is None:
                 continue
             is_class = isinstance(node, ast.ClassDef)
             signature = "" if isinstance(node, ast.ClassDef) else f"{name}({ast.unparse(node.args)})"
@@ -156,8 +155,7 @@ def rows_of(
     row_format: str = data.format
     first: list[RawRow] = []
     while row_format == "auto" or not first:
-        row = next(raw, None)
-        if row is None:
+        if (row := next(raw, None)) is None:
             raise UsageError(Reason("data.no-rows", {"source": source}))
         try:
             if row_format == "auto":

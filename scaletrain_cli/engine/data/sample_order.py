@@ -14,13 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.mixture import Mixture, Stage
-from scaletrain_cli.data.stages import (
-    MIXTURE_EVENT,
-    MixtureStage,
-    planned_stages,
-    recorded_changes,
-    recorded_stages,
-)
+from scaletrain_cli.data.stages import MIXTURE_EVENT, MixtureStage, planned_stages, recorded_changes, recorded_stages
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.rundir.journal import read_events

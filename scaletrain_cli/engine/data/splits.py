@@ -264,8 +264,7 @@ def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
     root, file = run.path.parent, datasets_file(run)
     known, gone = recorded_folders(spec, root, read_entries(file))
     try:
-        found = find_datasets(spec, root, known)
-        if found is None:
+        if (found := find_datasets(spec, root, known)) is None:
             paths = ", ".join(path for _, path in spec.data_paths())
             raise UsageError(Reason("data.run-not-prepared", {"paths": paths, "folder": str(root), "run": run.run_id}))
     except UsageError as error:
@@ -291,8 +290,7 @@ def _require_one_tokenizer(folders: Mapping[str, Path]) -> None:
 def _tokenizer_of(folder: Path) -> str | None:
     """Return the SHA-256 of the tokenizer of a dataset, as the dataset states it or of its file; None if unknown."""
     try:
-        document = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
-        stated = document.get("tokenizer")
+        stated = json.loads((folder / "dataset.json").read_text(encoding="utf-8")).get("tokenizer")
         if isinstance(stated, dict):
             return str(stated["digest"])
         return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()

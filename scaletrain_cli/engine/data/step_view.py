@@ -145,8 +145,7 @@ class _Samples:
         self._sequences: Any = data.samples
         model = spec.model
         self._image = (model.image_token_index, model.tokens_per_image) if isinstance(model, LlavaSpec) else None
-        order = order_of(spec, layout, run, data)
-        self._order = order or SampleOrder.of_one(spec.training.seed, len(self._sequences))
+        self._order = order_of(spec, layout, run, data) or SampleOrder.of_one(spec.training.seed, len(self._sequences))
         self._batch = lru_cache(maxsize=1)(self._read)  # the samples of a replica follow one another
 
     def _read(self, number: int, replica: int, rank: int | None) -> list[MicroBatch]:

@@ -29,8 +29,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
         raise UsageError(Reason("remote.images-not-uploaded"))
     if spec.training.objective != "causal_lm":
         raise UsageError(Reason("remote.rows-not-uploaded"))
-    datasets = find_prepared(spec.data, Path(arguments[1]))
-    if datasets is None:
+    if (datasets := find_prepared(spec.data, Path(arguments[1]))) is None:
         raise UsageError(Reason("remote.prepare-first"))
     paths = {source.name: source.path for source in spec.data.all_sources}
     uploaded = []

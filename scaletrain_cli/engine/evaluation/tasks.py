@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -72,7 +72,8 @@ def run_lm_eval(
             params: dict[str, Any] = {"program": words[0], "error": error.strerror or str(error)}
             raise ScaletrainError(Reason("engine.lm-eval-not-started", params)) from error
         try:
-            while not _has_ended(process) and not stopped():
+            # waitid does not reap the process here.
+            while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and not stopped():
                 time.sleep(_POLL_SECONDS)
         finally:  # loaders and launchers leave children, which hold memory of the device
             os.killpg(process.pid, signal.SIGKILL)  # of the process that is not reaped yet, so the group is this one
@@ -81,15 +82,9 @@ def run_lm_eval(
         end = log.read_text(encoding="utf-8", errors="replace")[-_END_CHARACTERS:]
         params = {"program": words[0], "exit_code": process.returncode, "end": end, "log": str(log)}
         raise ScaletrainError(Reason("engine.lm-eval-failed", params))
-    files = sorted(output.rglob("results_*.json"))
-    if not files:
+    if not (files := sorted(output.rglob("results_*.json"))):
         raise ScaletrainError(Reason("engine.lm-eval-without-results", {"program": words[0], "folder": str(output)}))
     return read_results(task.name, json.loads(files[-1].read_text(encoding="utf-8")))
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return True once the process has ended, without reaping it."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def command_line(task: LmEvalTask, model: Path, output: Path, device: str, dtype: str) -> list[str]:
@@ -108,24 +103,19 @@ def read_results(name: str, data: dict[str, Any]) -> Results:
 
     Standard errors are ``..._stderr``.
     """
-    found = dict(_metrics(name, data["results"]))
-    higher = data.get("higher_is_better", {})
-    lower = [
-        f"{name}/{task}/{metric}"
-        for task, metrics in higher.items()
-        for metric, is_higher in metrics.items()
-        if is_higher is False
-    ]
-    versions = {key: data[key] for key in _VERSIONS if key in data}
-    return Results(found, sorted(lower), versions)
-
-
-def _metrics(name: str, results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    for task, values in results.items():
+    found: dict[str, float] = {}
+    for task, values in data["results"].items():
         for key, value in values.items():
             metric, _, kind = key.partition(",")
             if kind and type(value) in (int, float) and math.isfinite(value):
-                yield f"{name}/{task}/{metric}" + ("" if kind == "none" else f"/{kind}"), float(value)
+                found[f"{name}/{task}/{metric}" + ("" if kind == "none" else f"/{kind}")] = float(value)
+    lower = [
+        f"{name}/{task}/{metric}"
+        for task, metrics in data.get("higher_is_better", {}).items()
+        for metric, is_higher in metrics.items()
+        if is_higher is False
+    ]
+    return Results(found, sorted(lower), {key: data[key] for key in _VERSIONS if key in data})
 
 
 logger = logging.getLogger(__name__)
@@ -141,8 +131,7 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     run = RunDir(own.path.parent / os.environ["SCALETRAIN_EVALUATED_RUN"])
     step, record = int(os.environ["SCALETRAIN_EVALUATED_STEP"]), read_record(run)
     # The node agent has fetched the files of the hub, and set the cache of this environment.
-    local = with_local_files(record.spec, record.hub, HubSettings.from_environment(os.environ))
-    record = replace(record, spec=local)
+    record = replace(record, spec=with_local_files(record.spec, record.hub, HubSettings.from_environment(os.environ)))
     if Path(record.working_folder).is_dir():  # relative paths in the spec
         os.chdir(record.working_folder)
     evaluation = read_evaluation(run, step) or Evaluation(step, own.run_id, "requested", 0.0)
@@ -218,8 +207,7 @@ class _ModelOnDemand:
 
     def model(self) -> CausalLM:
         if self._model is None:
-            model = exported_model(self.spec.transformer)
-            self._model = load_model(self.folder, model, self.device, self.dtype)
+            self._model = load_model(self.folder, exported_model(self.spec.transformer), self.device, self.dtype)
         return self._model
 
     def release(self) -> None:
@@ -257,8 +245,7 @@ def _run_task(
 def _loss(task: LossTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Evaluation:
     tokenizer = loaded.tokenizer()
     source = SourceSpec(name="evaluation", path=task.source)
-    files = source_files(source, key="evaluation.tasks.source", evaluation=True)
-    texts = islice(documents(files), task.documents)
+    texts = islice(documents(source_files(source, key="evaluation.tasks.source", evaluation=True)), task.documents)
     found = mean_loss(
         loaded.model(), (tokenizer.encode(text).ids for text in texts), loaded.spec.transformer.seq_len, loaded.device
     )

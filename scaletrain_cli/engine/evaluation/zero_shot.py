@@ -71,8 +71,7 @@ class ZeroShot:
         def encode(prompts: Sequence[str]) -> Tensor:
             if not goes_on():
                 raise _PreemptedError
-            tokens = torch.from_numpy(self.tokenizer.encode(prompts)).to(self.device)
-            found: Tensor = forward(None, tokens).text
+            found: Tensor = forward(None, torch.from_numpy(self.tokenizer.encode(prompts)).to(self.device)).text
             return found
 
         try:

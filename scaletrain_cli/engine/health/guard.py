@@ -136,11 +136,10 @@ class SpikeGuard:
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values, for a checkpoint."""
-        outliers = [list(outlier) for outlier in self._outliers]
         return {
             "losses": list(self._losses),
             "norms": list(self._norms),
-            "outliers": outliers,
+            "outliers": [list(outlier) for outlier in self._outliers],
             "healthy": self._healthy,
         }
 

@@ -269,8 +269,7 @@ def check_together(
     # Before anything else: NCCL creates a group's communicator at its first operation, which needs all ranks.
     reduced = all_reduce_seconds(device)
     node = os.environ.get("SLURMD_NODENAME") or os.environ.get("SCALETRAIN_NODE_NAME") or socket.gethostname()
-    own = measure(ranks, cluster.gpus_per_node, device, consensus, node, free)
-    gathered = consensus.gather(own)
+    gathered = consensus.gather(measure(ranks, cluster.gpus_per_node, device, consensus, node, free))
     findings: list[PreflightFinding] = []
     if gathered is not None:
         link = cluster_link(cluster, find_accelerator(cluster))

@@ -148,8 +148,7 @@ class GuardActions:
         """
         self.heartbeat.beat(trained, "rollback")
         self.checkpointer.finish()
-        target = self.checkpointer.latest_clean()
-        if target is None:
+        if (target := self.checkpointer.latest_clean()) is None:
             return None
         allowed = self.record.spec.guard.spike.retries
         retry = 1 + sum(rollback.to_step == target.step for rollback in self.rollbacks)

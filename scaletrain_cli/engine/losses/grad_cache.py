@@ -50,7 +50,9 @@ def cached_backward(
         states.append(_random_state(device))
         with torch.no_grad():
             outputs = forward(batch)
-        leaves.append(_like(outputs, [None if each is None else _leaf(each) for each in outputs]))
+        # In fp32 at least: in 16 bits, small gradients would be lost before any scaling.
+        copies = [None if each is None else full_precision(each.detach()).clone() for each in outputs]
+        leaves.append(_like(outputs, [None if each is None else each.requires_grad_() for each in copies]))
     with torch.enable_grad():
         value = loss(leaves)
     value.backward()  # type: ignore[no-untyped-call]
@@ -77,11 +79,6 @@ def joined(outputs: Sequence[Outputs], views: int = 1) -> Outputs:
             parts = [tensor.unflatten(0, (views, -1)) for tensor in each if tensor is not None]
             found.append(torch.cat(parts, 1).flatten(0, 1))
     return _like(outputs[0], found)
-
-
-def _leaf(output: Tensor) -> Tensor:
-    """Return a copy with a gradient, in fp32 at least: in 16 bits, small gradients would be lost before any scaling."""
-    return full_precision(output.detach()).clone().requires_grad_()
 
 
 def _product(outputs: Outputs, cached: Outputs) -> Tensor:

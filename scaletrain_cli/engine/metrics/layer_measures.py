@@ -230,8 +230,7 @@ class LayerProbe:
             largest = torch.linalg.vector_norm(values, math.inf, dim=others)  # without a copy in another order
             square = torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
             rows = values.numel() // values.shape[axis]
-            before = self._units.get(name)
-            if before is not None:
+            if (before := self._units.get(name)) is not None:
                 largest = torch.maximum(before.largest, largest)
                 square = before.square + square
             self._units[name] = _Units(largest, square, rows + (before.rows if before is not None else 0))
@@ -434,8 +433,7 @@ def layers_of_model(model: TrainedModel) -> ModelLayers:
     with_blocks = list(dict.fromkeys(_part(name) for name, each in names if id(each) in block_of))
     matrices = {id(parameter): found for parameter, found in matrices_of(model).items()}
     for index, (_, parameter) in enumerate(names):
-        layer = block_of.get(id(parameter))
-        if layer is None:
+        if (layer := block_of.get(id(parameter))) is None:
             layer = _outside(index, names, block_of, with_blocks)
         layers.of_matrix |= dict.fromkeys((matrix.name for matrix in matrices[id(parameter)]), layer)
     # The layers of the blocks of each part of the model that has some, in order.
@@ -460,8 +458,7 @@ def layers_of_model(model: TrainedModel) -> ModelLayers:
 def layers_of_run(spec: RunSpec, model: TrainedModel, pipeline_stages: int) -> list[str]:
     """Return the names of all layers of the run in order, the same on every rank."""
     if pipeline_stages > 1:
-        blocks = [block_layer(str(number)) for number in range(spec.transformer.num_hidden_layers)]
-        return [EMBEDDING, *blocks, HEAD]
+        return [EMBEDDING, *[block_layer(str(number)) for number in range(spec.transformer.num_hidden_layers)], HEAD]
     own = layers_of_model(model)
     return list(dict.fromkeys([*own.of_matrix.values(), *(name for name, _, _ in own.activations)]))
 

@@ -45,10 +45,7 @@ def reporting_out_of_memory(
 
 
 def remember_allocations(device: torch.device) -> None:
-    """Record the line of Python code of each new GPU allocation (about 2 us each).
-
-    The device must be the current one.
-    """
+    """Record the line of Python code of each new GPU allocation (about 2 us each). The device must be current."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
 

@@ -241,10 +241,9 @@ def _top_operators(operators: Mapping[Any, Sequence[Operator]], whole: Interval,
 
 
 def _rows(times: Mapping[str, Sequence[float]], steps: int) -> list[dict[str, Any]]:
-    most = sorted(times.items(), key=lambda item: -item[1][0])[:_TOP]
     return [
         {"name": name[:200], "seconds": seconds / steps / 1e6, "count": count / steps}
-        for name, (seconds, count) in most
+        for name, (seconds, count) in sorted(times.items(), key=lambda item: -item[1][0])[:_TOP]
     ]
 
 

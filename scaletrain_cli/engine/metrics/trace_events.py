@@ -24,8 +24,7 @@ def read_trace(file: TextIO) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace one by one, without holding it in memory. Raises ValueError for other contents."""
     decoder, buffer = json.JSONDecoder(strict=False), ""
     while (place := re.search(r'"traceEvents"\s*:\s*\[', buffer)) is None:
-        chunk = file.read(_CHUNK)
-        if not chunk:
+        if not (chunk := file.read(_CHUNK)):
             raise ValueError("no trace events")
         buffer = buffer[-64:] + chunk
     at = place.end()
@@ -37,8 +36,7 @@ def read_trace(file: TextIO) -> Iterator[dict[str, Any]]:
         try:
             event, at = decoder.raw_decode(buffer, at)
         except ValueError:
-            chunk = file.read(_CHUNK)
-            if not chunk:
+            if not (chunk := file.read(_CHUNK)):
                 raise ValueError("the trace ends within an event") from None
             buffer, at = buffer[at:] + chunk, 0
             continue
@@ -120,8 +118,7 @@ class TraceEvents:
             self.data.append((start, end))
         elif name == UPDATE or (name.startswith("Optimizer.step#") and category == "user_annotation"):
             self.updates.append((start, end))
-        counts = category == "cpu_op"
-        self.operators[event.get("tid")].append(Operator(start, end, name, counts))
+        self.operators[event.get("tid")].append(Operator(start, end, name, category == "cpu_op"))
 
 
 def _kind_of(name: str, about: Mapping[str, Any]) -> str:

@@ -338,14 +338,11 @@ class KeyedDropout(_Keyed):
         """Return x [batch, length, channels] with dropped channels; equal samples drop equal channels."""
         if not self.training or self.p == 0:
             return x
-        rows = _split(_split(self.key, context.samples).unsqueeze(1), self._places(context.positions))
+        places = context.positions
+        if places.ndim != 1:  # positions of several documents are not unique in the whole sequence
+            places = self.part.places(places.shape[1] * self.part.ranks, places.device)
+        rows = _split(_split(self.key, context.samples).unsqueeze(1), places)
         return _drop(x, rows, self.p, self.first_channel)
-
-    def _places(self, positions: Tensor) -> Tensor:
-        """Return the places of the tokens in the whole sequence; positions of several documents are not unique."""
-        if positions.ndim == 1:
-            return positions
-        return self.part.places(positions.shape[1] * self.part.ranks, positions.device)
 
 
 class KeyedDropPath(_Keyed):
@@ -384,8 +381,7 @@ class AttentionWithDropout(_Keyed):
         numbers = torch.arange(self.first_head, self.first_head + heads, device=query.device)
         rows = _split(_split(self.key, context.samples).unsqueeze(1), numbers)
         rows = _split(rows.unsqueeze(2), torch.arange(length, device=query.device))
-        dropped = _drop(weights, rows.view(weights.shape[:-1]), self.p)
-        return _mixed(dropped, value)
+        return _mixed(_drop(weights, rows.view(weights.shape[:-1]), self.p), value)
 
 
 def attention_core(p: float, settings: AttentionSettings = PLAIN) -> Callable[..., Tensor]:

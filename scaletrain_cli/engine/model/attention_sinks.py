@@ -25,11 +25,10 @@ def fused_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
     ``mask``: added to the scores, [batch or 1, 1, length, length]; None: causal attention.
     """
     cuda: Any = torch.backends.cuda
-    grouped = query.shape[1] != key.shape[1]
     if query.device.type not in ("cpu", "cuda"):
         return None
     if query.is_cuda and mask is None:
-        params = cuda.SDPAParams(query, key, value, None, 0.0, True, grouped)
+        params = cuda.SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1])
         if cuda.can_use_flash_attention(params):
             return SDPBackend.FLASH_ATTENTION
     key, value = repeated(key, query), repeated(value, query)  # no other kernel has grouped queries

@@ -150,8 +150,7 @@ class _Part(NamedTuple):
 
 
 def _parts(bounds: Tensor, length: int, window: int | None) -> Iterator[_Part]:
-    ends = bounds.tolist()
-    for first, end in pairwise(ends):
+    for first, end in pairwise(bounds.tolist()):
         row, start = divmod(first, length)
         stop = start + end - first
         if window is None or stop - start <= window:

@@ -49,8 +49,7 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16)
     halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)
-    values = torch.ldexp(table[halves.int()], scales.int().unsqueeze(-1) - _EXPONENT_BIAS)
-    return values.flatten(-2)
+    return torch.ldexp(table[halves.int()], scales.int().unsqueeze(-1) - _EXPONENT_BIAS).flatten(-2)
 
 
 class Stored(NamedTuple):

@@ -55,8 +55,7 @@ class LatentAttention(nn.Module):
         # Joined in the order of memory, [batch, length, heads, channels]: attention's output then needs no copy.
         query = query.view(batch, length, -1, self.plain + self.rotated)
         keys_and_values = keys_and_values.view(batch, length, -1, self.plain + self.value)
-        heads = query.shape[2]
-        rotated_key = self._rotate(self.share_key(key).unsqueeze(2), tables[0]).expand(-1, -1, heads, -1)
+        rotated_key = self._rotate(self.share_key(key).unsqueeze(2), tables[0]).expand(-1, -1, query.shape[2], -1)
         plain_query, rotated_query = query.split((self.plain, self.rotated), dim=-1)
         plain_key, value = keys_and_values.split((self.plain, self.value), dim=-1)
         query = torch.cat((plain_query, self._rotate(rotated_query, tables[0])), dim=-1)

@@ -191,8 +191,7 @@ def materialize(
             setattr(module, name, real[outline])
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta and name not in module._non_persistent_buffers_set:
-                full = f"{prefix}.{name}" if prefix else name
-                values = source.read(full, tuple(buffer.shape), None)
+                values = source.read(f"{prefix}.{name}" if prefix else name, tuple(buffer.shape), None)
                 setattr(module, name, values.to(device=device, dtype=buffer.dtype, copy=True))
             else:
                 setattr(module, name, buffer.to(device))

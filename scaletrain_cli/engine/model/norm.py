@@ -32,9 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
 
 def scaled(normed: Tensor, weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
     """Return fp32 values times the weight, or times 1 + weight in fp32 as Gemma does, in ``dtype``."""
-    if zero_centered:
-        return (normed * (1.0 + weight.float())).to(dtype)
-    return normed.to(dtype) * weight
+    return (normed * (1.0 + weight.float())).to(dtype) if zero_centered else normed.to(dtype) * weight
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:

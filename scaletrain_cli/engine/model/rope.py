@@ -73,8 +73,7 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
     if part is x:
         return turned
     # Joined in the order of memory, [batch, length, heads, head_dim]: attention's output then needs no copy.
-    joined = torch.cat((turned.transpose(1, 2), x[..., turning:].transpose(1, 2)), dim=-1)
-    return joined.transpose(1, 2)
+    return torch.cat((turned.transpose(1, 2), x[..., turning:].transpose(1, 2)), dim=-1).transpose(1, 2)
 
 
 class _Rotation(Function):
@@ -141,8 +140,7 @@ def _longrope(frequencies: Tensor, scaling: RopeScalingSpec, original: int, long
     short = _on_device(scaling.short_factor, device)
     if longest is None:
         return frequencies / short
-    long = _on_device(scaling.long_factor, device)
-    return frequencies / torch.where(longest.unsqueeze(-1) > original, long, short)
+    return frequencies / torch.where(longest.unsqueeze(-1) > original, _on_device(scaling.long_factor, device), short)
 
 
 def _on_device(numbers: Sequence[float] | None, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 All names and shapes are first compared with the whole model, by the files' headers.
 """
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -60,7 +61,9 @@ class HuggingFaceFolder:
         self._folder, self._experts = folder, getattr(self._spec, "num_experts", 0)
         self._files: dict[Path, Any] = {}
         self._file_of = self._index()
-        config = _config(folder)
+        config: dict[str, Any] = {}  # without config.json; whether it is right, ``config_mismatches`` checks
+        with contextlib.suppress(SourceError):
+            config = read_config(folder)
         self._block = block_of(config)
         self._whole = named_weights(model)
         try:
@@ -149,10 +152,9 @@ class HuggingFaceFolder:
 
     def _mismatches(self, config: dict[str, Any]) -> Iterator[Problem]:
         expected = {name: shape for name, shape in self._whole.items() if not is_drawn(self._spec, name)}
-        headers = {name: self._header(name) for name in self._file_of if not is_drawn(self._spec, name)}
         found = WeightDifferences(
             expected,
-            headers,
+            {name: self._header(name) for name in self._file_of if not is_drawn(self._spec, name)},
             experts=self._experts,
             config=config,
             folder=str(self._folder),
@@ -178,14 +180,6 @@ class HuggingFaceFolder:
         head, table = self._slice(_HEAD), self._slice(embedding)
         rows = (slice(first, first + _ROWS) for first in range(0, head.get_shape()[0], _ROWS))
         return all(torch.equal(head[part], table[part]) for part in rows)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    """Return the parsed config.json; empty without one. Whether it is right, ``config_mismatches`` checks."""
-    try:
-        return read_config(folder)
-    except SourceError:
-        return {}
 
 
 # Matrices in fp8 in Hugging Face files, with one scale for each block of rows and columns, as in DeepSeek-V3's.

@@ -45,10 +45,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def after_step(self, step: int) -> bool:
-        """Run the outer step if it is due after optimizer step ``step`` (1-based); return whether it was.
-
-        Collective.
-        """
+        """Run the outer step if it is due after optimizer step ``step`` (1-based); return if it was. Collective."""
         if not self.is_due(step):
             return False
         rate, beta = self._settings.outer_learning_rate, self._settings.outer_momentum

@@ -43,9 +43,7 @@ def rate_factor(rows: int, columns: int, rule: str) -> float:
     ``original``: sqrt(max(1, rows / columns)) (K. Jordan). ``match_rms_adamw``: 0.2 sqrt(max(rows, columns)), with
     which updates are as large as AdamW's (arXiv:2502.16982, section 2.2).
     """
-    if rule == "original":
-        return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns)) if rule == "original" else 0.2 * math.sqrt(max(rows, columns))
 
 
 class Orthogonalizer(Protocol):

@@ -147,11 +147,6 @@ def _sgd(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Op
     return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, weight_decay=decay, **_if_fused(fused))
 
 
-def _lion(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
-    lion = _bitsandbytes(settings.name).Lion
-    return lion(groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)  # type: ignore[no-any-return]
-
-
 # By ``training.optimizer.name``: parameter groups, settings, and whether to use torch's fused kernel.
 BUILDERS: dict[str, Callable[[Groups, OptimizerSpec, bool], torch.optim.Optimizer]] = {
     "adamw": lambda groups, settings, fused: torch.optim.AdamW(groups, **_adam_settings(settings), **_if_fused(fused)),
@@ -161,7 +156,9 @@ BUILDERS: dict[str, Callable[[Groups, OptimizerSpec, bool], torch.optim.Optimize
     "adamw_8bit": lambda groups, settings, _: _bitsandbytes(settings.name).AdamW8bit(
         groups, **_adam_settings(settings)
     ),
-    "lion": _lion,
+    "lion": lambda groups, settings, _: _bitsandbytes(settings.name).Lion(
+        groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+    ),
     "muon": Muon,
 }
 

@@ -288,14 +288,10 @@ class UlyssesAttention(nn.Module):
 
         ``sinks``: [heads] of all sequence ranks; a rank's gradient is that of its heads, and 0 for others.
         """
-        key, value = (self._enough_heads(x, query.shape[_HEADS]) for x in (key, value))
+        if key.shape[_HEADS] % self._axis.size:  # each key-value head is repeated for its query heads
+            times = query.shape[_HEADS] // key.shape[_HEADS]
+            key, value = (torch.repeat_interleave(x, times, dim=_HEADS) for x in (key, value))
         query, key, value = (exchange(x, self._axis, split_dim=_HEADS, join_dim=_LENGTH) for x in (query, key, value))
         own = None if sinks is None else sinks.chunk(self._axis.size)[self._axis.rank]
         mixed = self._core(query, key, value, context, sinks=own)
         return exchange(mixed, self._axis, split_dim=_LENGTH, join_dim=_HEADS)
-
-    def _enough_heads(self, x: Tensor, query_heads: int) -> Tensor:
-        """Return key-value heads repeated for their query heads if they do not divide over the ranks."""
-        if x.shape[_HEADS] % self._axis.size == 0:
-            return x
-        return torch.repeat_interleave(x, query_heads // x.shape[_HEADS], dim=_HEADS)

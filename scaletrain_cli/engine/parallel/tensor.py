@@ -91,8 +91,7 @@ def _placement(layer: nn.Module, module: Adapted, axis: Axis) -> Placement:
     if isinstance(layer, ColumnParallelLinear):
         return Placement(shard_b=along(0, layer.parts), share_a=sum_gradient)
     if isinstance(layer, RowParallelLinear):
-        first = module.inputs // axis.size * axis.rank
-        return Placement(shard_a=along(1), reduce=sum_products, first_input=first)
+        return Placement(shard_a=along(1), reduce=sum_products, first_input=module.inputs // axis.size * axis.rank)
     if isinstance(layer, VocabularyParallelEmbedding):
         return Placement(shard_a=along(1), lookup=_lookup(axis))
     if module.kind == "head":
@@ -239,8 +238,7 @@ class RowParallelLinear(nn.Module):
         self.product: Product = linear_product
 
     def forward(self, x: Tensor) -> Tensor:
-        part = self.product(x, self.weight, None, transposed=self.transposed)
-        mixed = sum_over_ranks(part, self.axis)
+        mixed = sum_over_ranks(self.product(x, self.weight, None, transposed=self.transposed), self.axis)
         return mixed if self.bias is None else mixed + self.bias
 
 

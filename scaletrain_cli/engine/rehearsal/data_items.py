@@ -77,8 +77,7 @@ def labels(trials: Trials) -> Item:
         params = {"share": min(1.0, shares[1]), "offset": offset, "offset_share": min(1.0, shares[offset])}
         cause = trials.case.cause("rehearsal.cause-other-labels", "data")
         return Item("labels", "failed", Reason("rehearsal.labels-not-next", params), figures, (cause,))
-    wrong = _wrong_offset(trials, batches, figures)
-    if wrong is not None:
+    if (wrong := _wrong_offset(trials, batches, figures)) is not None:
         return wrong
     reason = Reason("rehearsal.labels-next", {"share": min(1.0, shares[1]), "ignored": ignored})
     return Item("labels", "passed", reason, figures)
@@ -112,10 +111,9 @@ def _at_offset(batch: MicroBatch, offset: int) -> MicroBatch:
 
 def _labels_of_images(trials: Trials) -> Item:
     samples: Any = trials.trainer.data.samples
-    objective = trials.case.spec.training.objective
     number = min(_READ, len(samples))
     apart = max(1, len(samples) // number)
-    if objective == "contrastive":
+    if trials.case.spec.training.objective == "contrastive":
         return _captions(trials)
     found = [samples.label(at) for at in range(0, len(samples), apart)][:number]
     kinds = Counter(found)

@@ -183,8 +183,7 @@ def learning_rate(trials: Trials) -> Item:
     may have nowhere to go.
     """
     case, spec = trials.case, trials.case.spec
-    steps = trials.steps_in(_RANGE_SHARE, _FEWEST_STEPS, _MOST_STEPS)
-    if not steps:
+    if not (steps := trials.steps_in(_RANGE_SHARE, _FEWEST_STEPS, _MOST_STEPS)):
         needed = _FEWEST_STEPS * trials.step_seconds / _RANGE_SHARE
         params = {"budget": trials.budget_seconds, "needed": needed / 3, "steps": _FEWEST_STEPS}
         return Item("learning-rate", "skipped", Reason("rehearsal.budget-too-small", params))

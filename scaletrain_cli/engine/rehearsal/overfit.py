@@ -127,8 +127,7 @@ def first_rows(batch: Any, rows: int) -> Any:
     cut = {name: each[:rows] for name, each in batch._asdict().items() if each is not None and name not in whole}
     positions = batch.positions if batch.positions.dim() == 1 else batch.positions[:rows]
     segments = None if batch.documents is None else segments_of(batch.documents[:rows])
-    found = batch._replace(**cut)
-    return found._replace(positions=positions, segments=segments, divisor=None)
+    return batch._replace(**cut)._replace(positions=positions, segments=segments, divisor=None)
 
 
 def floor_of(spec: RunSpec, batches: Sequence[Any]) -> float:

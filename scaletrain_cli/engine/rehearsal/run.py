@@ -75,8 +75,7 @@ def _after_preemption(trainer: Trainer, options: Options, preempted_at: int, kno
     code = trainer.fit()
     if code == ExitCode.DONE and known is not None:
         expected = {int(step): loss for step, loss in known.measured.get("losses", {}).items()}
-        on_cpu = trainer.device.type == "cpu"
-        item = step_items.preemption(trainer.run, expected, preempted_at, on_cpu=on_cpu)
+        item = step_items.preemption(trainer.run, expected, preempted_at, on_cpu=trainer.device.type == "cpu")
         timed = known.measured.get("step", {}) | step_items.times_of_run(trainer.run, trainer.attempt, _FEWEST_TIMED)
         found = replace(known.with_items([item]), running=None, measured={**known.measured, "step": timed})
         _write(trainer, found)

@@ -175,14 +175,13 @@ def speed(trials: Trials, steps: Steps) -> Item:
     """
     planned, measured = trials.case.plan.time.step, median(steps.seconds or [trials.step_seconds])
     spread = deviation(steps.seconds) if len(steps.seconds) > 2 else 0.0
-    batch = trials.case.plan.layout.global_batch_size
     times = measured / planned if planned > 0 else 1.0
     figures = {
         "step_seconds": finite(measured),
         "spread_seconds": finite(spread),
         "planned_step_seconds": finite(planned),
         "steps": len(steps.seconds),
-        "samples_per_second": finite(batch / measured),
+        "samples_per_second": finite(trials.case.plan.layout.global_batch_size / measured),
     }
     params = {"measured": measured, "planned": planned, "times": times, "spread": spread, "steps": len(steps.seconds)}
     if times > max(_SLOWER, trials.case.plan.p90_ratio) and not trials.case.on_cpu:
@@ -270,8 +269,7 @@ def restore(trials: Trials, step: int) -> Item:
     _, seconds = trials.timed(lambda: trainer.save(step, wait=True))
     costs = trainer.checkpointer.take_costs()
     first = trials.step(trials.batches(step + 1), trials.peak_rate).loss
-    folder = trainer.checkpointer.folder
-    saved = [each for each in list_checkpoints(folder) if each.step == step]
+    saved = [each for each in list_checkpoints(trainer.checkpointer.folder) if each.step == step]
     size = trials.consensus.follow_rank_zero(sum(each.size for each in saved[0].files.values()) if saved else 0)
     _, load_seconds = trials.timed(lambda: trainer.checkpointer.restore(saved[0]))
     different = trials.consensus.gather(trials.differs_from(before))

@@ -114,8 +114,7 @@ class Trials:
     def loss(self, batches: Sequence[Any]) -> float:
         """Return the mean loss of micro-batches in evaluation, that of rank 0."""
         self.trainer.heartbeat.beat(0, "step", self.trainer.heartbeat.first_step_seconds)
-        found = self.trainer.stepper.validation_loss(batches)
-        return self.consensus.on_values({"loss": float(found)})["loss"]
+        return self.consensus.on_values({"loss": float(self.trainer.stepper.validation_loss(batches))})["loss"]
 
     @torch.no_grad()
     def outputs(self, batch: Any) -> Any:
@@ -123,8 +122,7 @@ class Trials:
         engine, objective = self.trainer.composed.engine, self.trainer.composed.objective
         engine.eval()
         try:
-            prepared = objective.prepared(batch)
-            return engine(*prepared.inputs, output=lambda model, outputs: outputs)
+            return engine(*objective.prepared(batch).inputs, output=lambda model, outputs: outputs)
         finally:
             engine.train()
 

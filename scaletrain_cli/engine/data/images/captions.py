@@ -68,8 +68,7 @@ def caption_tokenizer(
     end = tokens["eos_token"]
     ids = []
     for name in tokens.values():
-        number = tokenizer.token_to_id(name)
-        if number is None:
+        if (number := tokenizer.token_to_id(name)) is None:
             raise UsageError(Reason("data.caption-token-absent", {"path": str(path), "token": name}))
         ids.append(number)
     if (found := tokenizer.get_vocab_size()) > vocab_size:

@@ -139,10 +139,8 @@ def image_reader(
     model, images = spec.model, spec.data.images
     assert not isinstance(model, ModelSpec | LlavaSpec)
     size = model.vision_config.image_size if isinstance(model, ClipSpec) else model.image_size
-    channels = image_channels(model)
-    mean, _ = images.normalization(model.family, channels)
+    mean, _ = images.normalization(model.family, image_channels(model))
     captions = run_caption_tokenizer(spec) if isinstance(model, ClipSpec) else None
-    views = 2 if spec.training.objective == "contrastive" and captions is None else 1
     return ImageBatchReader(
         samples.sources,
         layout,
@@ -151,7 +149,7 @@ def image_reader(
         ImageTransform.of(images, size, mean),
         labeled=spec.training.objective != "contrastive",
         captions=captions,
-        views=views,
+        views=2 if spec.training.objective == "contrastive" and captions is None else 1,
         order=order,
         decoder=images.decoder,
     )

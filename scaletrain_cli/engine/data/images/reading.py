@@ -38,8 +38,7 @@ def decoder_of(name: str) -> Decode:
     try:
         importlib.import_module("torchvision.io")
     except (ImportError, RuntimeError, OSError) as error:  # also a wheel for another build of torch
-        params = {"error": str(error).partition("\n")[0]}
-        raise UsageError(Reason("data.torchvision-absent", params)) from error
+        raise UsageError(Reason("data.torchvision-absent", {"error": str(error).partition("\n")[0]})) from error
     return _decode_by_torchvision
 
 

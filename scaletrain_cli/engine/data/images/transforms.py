@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -113,8 +113,7 @@ def crop_box(height: int, width: int, draw: np.random.Generator, spec: RandomRes
 
 def resized_crop(image: Image.Image, box: Box, size: int, resampling: Image.Resampling) -> Image.Image:
     """Return a part of the image, resized to ``size`` x ``size`` without a look at pixels beside the part."""
-    part = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
-    return part.resize((size, size), resampling)
+    return image.crop((box.left, box.top, box.left + box.width, box.top + box.height)).resize((size, size), resampling)
 
 
 _LONGEST_SIDES = 32  # of the shorter side: up to this, an image is resized before it is cropped
@@ -222,24 +221,18 @@ def _transformed(image: Image.Image, matrix: Sequence[float], geometry: Geometry
     )
 
 
-def _rotated(image: Image.Image, degrees: float, geometry: Geometry) -> Image.Image:
-    resampling: Any = geometry.resampling
-    return image.rotate(degrees, resample=resampling, fillcolor=geometry.color)
-
-
-def _solarized_by_adding(image: Image.Image, added: float, _: Geometry) -> Image.Image:
-    table = [min(255, value + int(added)) if value < _BRIGHT else value for value in range(256)]
-    return image.point(table * len(image.getbands()))
-
-
 OPERATIONS: dict[str, _Operation] = {
     "auto_contrast": lambda image, _, __: ImageOps.autocontrast(image),
     "equalize": lambda image, _, __: ImageOps.equalize(image),
     "invert": lambda image, _, __: ImageOps.invert(image),
-    "rotate": _rotated,
+    "rotate": lambda image, degrees, geometry: image.rotate(
+        degrees, resample=cast(Any, geometry.resampling), fillcolor=geometry.color
+    ),
     "posterize": lambda image, bits, _: ImageOps.posterize(image, int(bits)),
     "solarize": lambda image, threshold, _: ImageOps.solarize(image, int(threshold)),
-    "solarize_add": _solarized_by_adding,
+    "solarize_add": lambda image, added, _: image.point(
+        [min(255, value + int(added)) if value < _BRIGHT else value for value in range(256)] * len(image.getbands())
+    ),
     "color": lambda image, factor, _: ImageEnhance.Color(image).enhance(factor),
     "contrast": lambda image, factor, _: ImageEnhance.Contrast(image).enhance(factor),
     "brightness": lambda image, factor, _: ImageEnhance.Brightness(image).enhance(factor),

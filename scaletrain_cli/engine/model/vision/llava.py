@@ -62,8 +62,7 @@ class Llava(TrainedModel):
         self.language_model: CausalLM = outline(spec.text_config)
         self.depth = spec.tower_depth
         tower = self.vision_tower.vision_model
-        unused = [tower.post_layernorm, *list(tower.encoder.layers.values())[self.depth :]]
-        for module in unused:
+        for module in [tower.post_layernorm, *list(tower.encoder.layers.values())[self.depth :]]:
             module.requires_grad_(False)
 
     @property

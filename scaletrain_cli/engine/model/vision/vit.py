@@ -41,8 +41,7 @@ class Embeddings(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the hidden states that enter the first block, [batch, 1 + patches, hidden]."""
         patches = self.patch_embeddings(pixels)
-        first = self.cls_token.expand(len(patches), -1, -1)
-        return torch.cat((first, patches), 1) + self.position_embeddings
+        return torch.cat((self.cls_token.expand(len(patches), -1, -1), patches), 1) + self.position_embeddings
 
 
 class SelfAttention(nn.Module):
