@@ -56,8 +56,7 @@ def require_cancel(
     """
     backend = backend_for(read_record(run).spec.cluster.scheduler)
     if force and not backend.can_force:
-        params = {"run": run.run_id, "scheduler": backend.traits.display_name}
-        raise UsageError(Reason("launch.no-force", params))
+        raise UsageError(Reason("launch.no-force", {"run": run.run_id, "scheduler": backend.traits.display_name}))
     seen = seen or run_status(run)
     if seen.state not in OVER:
         require_cancellable(run, trust_owner=trust_owner)

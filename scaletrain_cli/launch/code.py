@@ -454,8 +454,7 @@ def _hashes_in(archive: bytes) -> str | None:
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
             for entry in packed:
-                file = packed.extractfile(entry)
-                if file is None:
+                if (file := packed.extractfile(entry)) is None:
                     return None
                 hashes[entry.name] = hashlib.sha256(file.read()).hexdigest()
     except (OSError, tarfile.TarError, EOFError):
@@ -470,8 +469,7 @@ def _require_size(code: CodeSpec, where: Callable[[str], str], sizes: Mapping[st
     largest = sorted(sizes, key=lambda path: -sizes[path])
     params = {"folder": str(code.path), "files": len(sizes), "bytes": whole, "max_bytes": most}
     shown = {"largest": [f"{path} ({sizes[path]:,})" for path in largest[:_NAMED]], "ignore_file": IGNORE_FILE}
-    reason = Reason("checks.code-too-large", params | shown)
-    raise _refusal(where("code.max_size"), reason, None, "code.max_size")
+    raise _refusal(where("code.max_size"), Reason("checks.code-too-large", params | shown), None, "code.max_size")
 
 
 def write_snapshot(run: RunDir, snapshot: Snapshot) -> list[Path]:

@@ -174,8 +174,7 @@ def planned_sources(spec: RunSpec, sizes: Mapping[str, SourceSize]) -> tuple[Pla
     is_known = data_size(spec) is not None  # the checks of the recipe state the epochs of a prepared dataset
     found = []
     for source in spec.data.all_sources:
-        taken = None if samples is None else samples[source.name]
-        planned = _planned(source.name, sizes, taken, total, length, None)
+        planned = _planned(source.name, sizes, None if samples is None else samples[source.name], total, length, None)
         found.append(planned if is_known else _with_advice(planned))
     return tuple(found)
 

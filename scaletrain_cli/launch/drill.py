@@ -124,8 +124,7 @@ def drill_kind(name: str) -> DrillKind:
     """Return the kind of that name. Raises UsageError for an unknown name, PluginError for one that cannot be used."""
     if name in KINDS:
         return KINDS[name]
-    plugin = plugins(DRILLS).get(name)
-    if plugin is None:
+    if (plugin := plugins(DRILLS).get(name)) is None:
         known = drill_names()
         raise UsageError(f"unknown drill: {name}. {did_you_mean(name, known)}Available drills: {', '.join(known)}.")
     kind = plugin.load(DrillKind)

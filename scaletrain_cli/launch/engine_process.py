@@ -85,10 +85,9 @@ def run_engine_command(
     """
     require_installed(needs)
     command = python_command("scaletrain_cli.engine.commands", *words)
-    environment = absolute_paths(os.environ) | SAFE_CHILDREN
     with subprocess.Popen(
         command,
-        env=environment,
+        env=absolute_paths(os.environ) | SAFE_CHILDREN,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -208,8 +208,7 @@ def _estimates(spec: RunSpec, root: Path) -> dict[str, DataSize]:
         of_text = source_sizes(spec.data, root, Path.cwd())
         for source in read_here:
             if source.name not in found and (text := of_text.get(source.name)) is not None:
-                sequences = text.sequences(spec.units_per_sample)
-                found[source.name] = DataSize(sequences, 0, text.tokens, exact=False)
+                found[source.name] = DataSize(text.sequences(spec.units_per_sample), 0, text.tokens, exact=False)
     return found
 
 

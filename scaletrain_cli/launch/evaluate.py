@@ -56,8 +56,7 @@ def due_steps(run: RunDir, record: RunRecord) -> list[int]:
 
 def _is_due(run: RunDir, step: int) -> bool:
     """Return True if the checkpoint has no evaluation, or one whose job was never confirmed by the scheduler."""
-    found = read_evaluation(run, step)
-    if found is None:
+    if (found := read_evaluation(run, step)) is None:
         return True
     return found.state == "requested" and read_submission(RunDir(run.path.parent / found.run_id)) is None
 

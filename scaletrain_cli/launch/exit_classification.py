@@ -131,8 +131,7 @@ def _hung_end(nodes: Sequence[NodeRecord], failures: Sequence[Failure]) -> _End:
     found = find_hang(views, {rank: node.node for rank, node in node_of.items()}, stalled)
     against = tuple(node.name for node in nodes if node.node == found.node)
     why = Reason("launch.hung", {**failures[0].params, "finding": found.why})
-    outcome = Outcome(failures[0].exit_code, "hang", why, against)
-    return _End(_OWN_END if against else _HUNG, outcome)
+    return _End(_OWN_END if against else _HUNG, Outcome(failures[0].exit_code, "hang", why, against))
 
 
 def _failed_ends(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Iterator[_End]:

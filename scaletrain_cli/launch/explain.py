@@ -95,16 +95,11 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
         failed = None if run.is_cancelled else failed_preparation(run, record, job)
         if failed is not None:
             folder = preparation_folder(run).name
-            yield Finding.because("preparation", failed, tuple(_preparation_logs(run, folder)), needs_action=True)
+            logs = sorted((run.path / folder).glob("*.log"))[:_MOST_FAILURES]
+            errors = tuple(Evidence(f"{folder}/{path.name}", text) for path in logs if (text := last_error(path)))
+            yield Finding.because("preparation", failed, errors, needs_action=True)
         else:
             yield backend.explain_never_began(run, record, status)
-
-
-def _preparation_logs(run: RunDir, folder: str) -> Iterator[Evidence]:
-    """Yield the last error in the logs of the preparation job."""
-    for path in sorted((run.path / folder).glob("*.log"))[:_MOST_FAILURES]:
-        if text := last_error(path):
-            yield Evidence(f"{folder}/{path.name}", text)
 
 
 def _running(run: RunDir, status: RunStatus) -> Finding:

@@ -97,8 +97,7 @@ def _order(wait: _Wait) -> tuple[bool, float]:
 
 
 def _of_rank(cause: RankView, awaited: Mapping[int, Sequence[_Wait]], node_of: Mapping[int, str]) -> HangFinding:
-    waits = awaited.get(cause.rank, ())
-    if not waits:
+    if not (waits := awaited.get(cause.rank, ())):
         return _finding("launch.hang-unresponsive", cause, node_of, step=cause.step)
     view, collective = min(waits, key=_order)
     ranks = sorted(

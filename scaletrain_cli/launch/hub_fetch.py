@@ -147,8 +147,7 @@ def _follow(
                 raise FetchStopped
             if not selector.select(0.2):
                 continue
-            data = os.read(process.stdout.fileno(), 1 << 16)
-            if not data:
+            if not (data := os.read(process.stdout.fileno(), 1 << 16)):
                 return last
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:

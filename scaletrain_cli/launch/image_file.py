@@ -59,8 +59,7 @@ class Image:
 
 def render(image: Image) -> str:
     """Return the Containerfile. It contains no secret, and no file of the build context but those that it names."""
-    parts = [_head(image), _system(image), *_packages(image), _user(image)]
-    return "\n".join(parts)
+    return "\n".join([_head(image), _system(image), *_packages(image), _user(image)])
 
 
 def _head(image: Image) -> str:
@@ -121,10 +120,9 @@ def _own_packages(source: "Source") -> str:
         "requirements": f"uv pip install -r {shlex.quote(first)}",
         "pyproject": f"uv pip install -r {shlex.quote(first)}",
     }[source.kind]
-    folders = sorted({str(Path(name).parent) for name in source.files})
     copies = [
         f"COPY {' '.join(name for name in source.files if str(Path(name).parent) == folder)} {folder}/"
-        for folder in folders
+        for folder in sorted({str(Path(name).parent) for name in source.files})
     ]
     what = "The packages of the project" if source.kind != "pyproject" else "The packages of the project, not pinned"
     lines = "\n".join(copies)

@@ -220,8 +220,7 @@ def last_error(path: Path) -> str:
     starts = [index for index, line in enumerate(lines) if line.strip().endswith(_TRACEBACK)]
     if starts:
         return "\n".join(_of_traceback(lines[starts[-1] + 1 :]))
-    signs = [line for line in lines if _SIGN.search(line)]
-    return "\n".join((signs or lines)[-_MOST_LINES // 2 :])
+    return "\n".join(([line for line in lines if _SIGN.search(line)] or lines)[-_MOST_LINES // 2 :])
 
 
 def _of_traceback(lines: list[str]) -> list[str]:

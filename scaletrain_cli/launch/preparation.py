@@ -127,8 +127,7 @@ def plan_preparation(
         return PreparationPlan("here", Reason("preparation.only-here"), datasets=datasets)
     one_worker, workers = answer["seconds"], workers_here(spec)
     seconds = one_worker / workers
-    tasks = backend.preparation_tasks(cluster)
-    if tasks is None:
+    if (tasks := backend.preparation_tasks(cluster)) is None:
         per_task = _SECONDS_PER_TASK * backend.preparation_cores(cluster)
         tasks = min(_MOST_TASKS, max(1, math.ceil(one_worker / per_task)))
     if spec.training.objective in ("sft", "dpo"):
@@ -198,8 +197,7 @@ def sizes_of_datasets(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry])
         if entry["source"] in names:
             with contextlib.suppress(OSError, KeyError, ValueError):
                 document = read_document(runs_root / "datasets" / str(entry["folder"]) / DATASET) or {}
-                size = prepared_size(document, spec.training.objective, spec.units_per_sample)
-                found[str(entry["source"])] = size
+                found[str(entry["source"])] = prepared_size(document, spec.training.objective, spec.units_per_sample)
     return found
 
 

@@ -169,8 +169,7 @@ class PreparedSubmission:
             code, step = code or self.branch.parent.code, self.branch.checkpoint.step
             found = self.backend.preflight(self.spec, self.plan, self.branch.run, code)
         shared = shared_root_notes(self.root, prepares=not self.spec.code.own_program)
-        space = disk_space_notes(self.spec, self.plan, self.root)
-        warnings = (*self.warnings, *found.warnings, *shared, *space)
+        warnings = (*self.warnings, *found.warnings, *shared, *disk_space_notes(self.spec, self.plan, self.root))
         return SubmissionSummary(self.spec, self.plan, found.start, step, warnings, code, self.sizes)
 
     def create(self, data: PreparedData, stored_secrets: Mapping[str, str] | None = None) -> CreatedRun:

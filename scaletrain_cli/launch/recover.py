@@ -153,8 +153,7 @@ def _due(run: RunDir, record: RunRecord, scheduler: Backend | None, now: float) 
     if submission is None:  # never submitted, or the answer of the scheduler was lost
         return None
     backend = scheduler or backend_for(submission.scheduler)
-    why = why_lost(run, record, backend.job(run, record), backend)
-    if why is None:
+    if (why := why_lost(run, record, backend.job(run, record), backend)) is None:
         return None
     earlier, allowed = automatic_submissions(run), record.spec.restarts.lost
     if earlier >= allowed:
@@ -198,8 +197,7 @@ def own_runs() -> list[RunDir]:
     found = []
     for run in list_runs():
         try:
-            is_own = run.record.stat().st_uid == os.geteuid()
-            if is_own and read_record(run).spec.restarts.lost:
+            if run.record.stat().st_uid == os.geteuid() and read_record(run).spec.restarts.lost:
                 found.append(run)
         except (UsageError, OSError):
             continue

@@ -236,13 +236,11 @@ def _source_objections(
     reads_words = objective not in LOSSES_OF  # sources are prepared with a tokenizer
     for number, was in enumerate(before.all_sources):
         if number >= len(after.all_sources):
-            independent = not reads_words or _is_independent(was, before, working_folder)
-            if was.name not in trained and independent:
+            if was.name not in trained and (not reads_words or _is_independent(was, before, working_folder)):
                 continue
             yield Problem.because("--set", "data.sources", Reason("launch.resume-source-removed", {"source": was.name}))
             continue
-        given = after.all_sources[number]
-        old, new = was.model_dump(mode="json"), given.model_dump(mode="json")
+        old, new = was.model_dump(mode="json"), after.all_sources[number].model_dump(mode="json")
         for name in ("name", "path", "validation_path", "format", "field", "fields"):
             if old[name] != new[name] and not (moved and name.endswith("path")):
                 key = f"{keys[number]}.{name}"
@@ -344,8 +342,7 @@ def new_schedule(before: RunSpec, after: RunSpec, step: int | None) -> NewSchedu
         return _rate(before, number), _rate(after, number)
 
     compared = map(rates, range(step, 0, -max(1, step // _MOST_RATES)))
-    same = all(was == now for was, now in compared)
-    return NewSchedule(step, totals, WasNow(*rates(step + 1)), same)
+    return NewSchedule(step, totals, WasNow(*rates(step + 1)), all(was == now for was, now in compared))
 
 
 def _rate(spec: RunSpec, step: int) -> float | None:

@@ -190,8 +190,7 @@ def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | Non
 
 def _superseded(run: RunDir) -> Reason | None:
     """Return why no attempt may follow if another place continues the run from its mirror; None if none does."""
-    owner = read_superseded(run)
-    if owner is None:
+    if (owner := read_superseded(run)) is None:
         return None
     params = {"run_dir": owner.get("run_dir", "another folder"), "host": owner.get("host", "another host")}
     return Reason("launch.stop-superseded", params)
@@ -264,7 +263,9 @@ def conclude_attempt(
         # As where Slurm cannot kill what the attempt before has left: no fault of the run.
         outcome = dataclasses.replace(outcome, reason="preempted", exit_code=int(ExitCode.PREEMPTED), lost=False)
     if outcome.reason in _ENDS_OF_IDLE and (idle := read_stop_request(run, number, "idle")) is not None:
-        outcome = _ended_idle(outcome, idle)
+        # How the ranks ended is no fault: they were asked to, for doing nothing.
+        both = Reason("launch.one-then-another", {"first": idle, "then": outcome.why})
+        outcome = Outcome(int(ExitCode.PREEMPTED), "idle", idle if outcome.reason == "preempted" else both)
     elif outcome.reason in ("preempted", "out-of-grace") and time_is_up():
         outcome = dataclasses.replace(
             outcome, reason="time-limit", why=Reason("launch.out-of-time", {"end": outcome.why})
@@ -289,8 +290,7 @@ def conclude_attempt(
             cancelled,
             progress_known=_progress_known(run, record),
         )
-        stays = decision.requeue and may_restart_in_place(history, outcome.against)
-        if stays and keeps_nodes(outcome.against):
+        if decision.requeue and may_restart_in_place(history, outcome.against) and keeps_nodes(outcome.against):
             decision = dataclasses.replace(decision, in_place=True)
         if cancelled and outcome.exit_code != ExitCode.DONE and (why := _superseded(run)) is not None:
             decision = Decision.because(False, decision.exit_code, why)
@@ -300,14 +300,6 @@ def conclude_attempt(
         seconds = _PREEMPTED_NOTIFY_SECONDS if is_preemption(outcome.reason) else _NOTIFY_SECONDS
         _send_notifications(run, record, _receivers_environment(run, record), seconds)
     return decision
-
-
-def _ended_idle(outcome: Outcome, idle: Reason) -> Outcome:
-    """Return the end of an attempt that was asked to end for doing nothing; how its ranks ended is no fault."""
-    why = idle
-    if outcome.reason != "preempted":
-        why = Reason("launch.one-then-another", {"first": idle, "then": outcome.why})
-    return Outcome(int(ExitCode.PREEMPTED), "idle", why)
 
 
 def conclude_abandoned(
@@ -337,7 +329,9 @@ def conclude_run(run: RunDir, decision: Decision) -> int:
 
     The values of its secrets are removed, except after a preemption: each resume supplies them again.
     """
-    record = _record_of(run)
+    record: RunRecord | None = None
+    with contextlib.suppress(ScaletrainError, OSError):  # a damaged one must not change the end
+        record = read_record(run)
     environment = None if record is None else _receivers_environment(run, record)  # before they are forgotten
     is_over = decision.exit_code != ExitCode.PREEMPTED or run.is_cancelled or decision.code == "launch.stop-idle"
     if is_over:
@@ -353,14 +347,6 @@ def conclude_run(run: RunDir, decision: Decision) -> int:
 
             release_mirror(run, record, environment, _RELEASE_SECONDS if is_over else _NOTIFY_SECONDS)
     return decision.exit_code
-
-
-def _record_of(run: RunDir) -> RunRecord | None:
-    """Return the record of a run; None for a damaged one, which must not change its end."""
-    try:
-        return read_record(run)
-    except (ScaletrainError, OSError):
-        return None
 
 
 def _receivers_environment(run: RunDir, record: RunRecord) -> dict[str, str]:

@@ -107,9 +107,8 @@ def _on_nodes(spec: RunSpec, nodes: int) -> list[str]:
         params = {"nodes": nodes, "devices": devices, "replica": replica}
         raise UsageError(Reason("rehearsal.replica-does-not-fit", params))
     batch = layout.micro_batch_size * layout.gradient_accumulation_steps * (devices // replica)
-    kept = {f"layout.{name}": getattr(layout, name) for name in _KEPT}
     changed = {
-        **kept,
+        **{f"layout.{name}": getattr(layout, name) for name in _KEPT},
         "layout.data_parallel": "auto",
         "cluster.nodes": nodes,
         "training.global_batch_size": batch,
@@ -172,8 +171,7 @@ def run_rehearsal(
     write_spec_lines(made.run, spec)  # what the rehearsal sets is not from --set
     data.record(made.run)
     submit_run(made.run, made.record, scheduler, preparation_tasks=data.tasks)
-    status = wait_for_end(made.run, scheduler, timeout_seconds, on_status)
-    found, complete = result_of(made.run, status, options)
+    found, complete = result_of(made.run, wait_for_end(made.run, scheduler, timeout_seconds, on_status), options)
     measured = measure_rehearsal(made.run, found)
     kept = None if measured is None else keep_measurement(measured)
     return RehearsalResult(made.run, found, complete, time.monotonic() - began, kept)
@@ -263,13 +261,11 @@ def run_preflight(
         make_folder(runs_root(), mode=0o777)
         make_folder(folder)
     except OSError as error:
-        params = {"folder": str(runs_root()), "said": str(error)}
-        raise UsageError(Reason("runs.root-not-writable", params)) from error
+        raise UsageError(Reason("runs.root-not-writable", {"folder": str(runs_root()), "said": str(error)})) from error
     kept = False
     try:
         settings = [*_PREFLIGHT_SETTINGS, *scheduler.preflight_settings()]
-        alone = override_spec(spec, settings, file="the preflight's spec")
-        made = create_run(alone, plan, name, root=folder)
+        made = create_run(override_spec(spec, settings, file="the preflight's spec"), plan, name, root=folder)
         try:
             submit_run(made.run, made.record, scheduler)
         except SchedulerSilentError:

@@ -46,10 +46,7 @@ def point_ids(sweep: str, variants: Sequence[tuple[str, ...]]) -> list[str]:
 def submit_sweep(
     sweep: str, points: Sequence[Point], cap: int, say: Callable[[str], None] = lambda line: None
 ) -> list[SubmittedRun]:
-    """Submit all points; if one fails, cancel those already submitted and raise its error.
-
-    ``say``: as in submit_run().
-    """
+    """Submit all points; if one fails, cancel those already submitted, raise its error. ``say``: as in submit_run()."""
     done: list[tuple[CreatedRun, Submission]] = []
     for index, point in enumerate(points):
         after = points[index - cap].run_id if index >= cap else None
@@ -99,8 +96,7 @@ def submit_as_array(sweep: str, points: Sequence[Point], cap: int) -> list[Submi
         for index, point in enumerate(points):
             made.append(one := point.create(point.data))
             if one.created or (read_submission(one.run) is None and open_request(one.run) is None):
-                place = SweepPlace(sweep, index + 1, len(points), point.overrides, array=True)
-                write_sweep_place(one.run, place)
+                write_sweep_place(one.run, SweepPlace(sweep, index + 1, len(points), point.overrides, array=True))
         done = submit_together(sweep, [(one.run, one.record) for one in made], scheduler, cap)
     return [SubmittedRun.of(*both) for both in zip(made, done, strict=True)]
 

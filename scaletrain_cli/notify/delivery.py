@@ -110,8 +110,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _post(message: dict[str, Any], receiver: NotifySpec, environment: Mapping[str, str]) -> Delivery:
-    url = environment.get(receiver.webhook or "", "").strip()
-    if not url:
+    if not (url := environment.get(receiver.webhook or "", "").strip()):
         return Delivery(f"the variable {receiver.webhook} is not set")
     if problem := url_problem(url):
         return Delivery(f"the variable {receiver.webhook} is {problem}")
@@ -158,8 +157,7 @@ def _run(message: dict[str, Any], receiver: NotifySpec, environment: Mapping[str
     words = list(receiver.command or ())
     variables = {name: str(message[name]) for name in ("run_id", "run_dir", "kind", "change", "severity", "text")}
     given = {f"SCALETRAIN_NOTIFY_{name.upper()}": value for name, value in variables.items()}
-    program = shutil.which(words[0], path=environment.get("PATH"))
-    if program is None:
+    if (program := shutil.which(words[0], path=environment.get("PATH"))) is None:
         return Delivery(f"{words[0]} is not found")
     with tempfile.TemporaryFile() as text, tempfile.TemporaryFile() as output:
         text.write(json.dumps(message).encode())
@@ -178,8 +176,7 @@ def _run(message: dict[str, Any], receiver: NotifySpec, environment: Mapping[str
             setsigmask=(),
             setsigdef=(signal.SIGPIPE, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD),
         )
-        code = _exit_code(pid, time.monotonic() + COMMAND_SECONDS)
-        if code is None:
+        if (code := _exit_code(pid, time.monotonic() + COMMAND_SECONDS)) is None:
             return Delivery(f"{words[0]} did not end within {COMMAND_SECONDS:.0f} s", is_final=True)
         return Delivery(f"{words[0]} ended with code {code}{_said(output)}") if code else Delivery()
 

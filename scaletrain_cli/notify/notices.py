@@ -114,7 +114,10 @@ class Receiver:
         if notice.kind == "failed" and self.end:
             notice = replace(notice, text=f"{notice.text}; {self.end}")
         if notice.change == "cleared":
-            self._clear(notice)
+            known = self.known.pop(notice.subject, None)
+            self.pending = [each for each in self.pending if each.notice.subject != notice.subject]
+            if known is not None:  # only a receiver that got the finding gets its end
+                self._add(notice)
         elif notice.kind == RAISED_EVENT:
             if SEVERITIES.index(notice.severity) < SEVERITIES.index(settings.severity):
                 return
@@ -170,13 +173,6 @@ class Receiver:
             often = replace(notice, id=f"{notice.id}-often", kind="preempted-too-often", severity="warning", text=text)
             self._add(often)
             self.known["preemptions"] = LastSent(often, notice.time, lasts=False)
-
-    def _clear(self, notice: Notice) -> None:
-        """Send the end of a finding only to a receiver that got the finding."""
-        known = self.known.pop(notice.subject, None)
-        self.pending = [each for each in self.pending if each.notice.subject != notice.subject]
-        if known is not None:
-            self._add(notice)
 
     def _replace(self, notice: Notice) -> None:
         if notice.subject:

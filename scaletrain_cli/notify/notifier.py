@@ -104,8 +104,7 @@ class Notifier:
                 submitted = [place for place, _, event in events if event.get("event") == "submitted"]
                 receiver.read_bytes = submitted[-1] if submitted else 0  # a new receiver gets no older events
             for place, end, event in placed_lines(self._run.events, receiver.read_bytes):
-                notice = notice_of(event, place)
-                if notice is not None:
+                if (notice := notice_of(event, place)) is not None:
                     receiver.take(notice, settings)
                 receiver.read_bytes = end
             if is_living:

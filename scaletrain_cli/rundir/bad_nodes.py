@@ -74,9 +74,7 @@ def _by_this_clock(node: BadNode, now: float) -> BadNode:
 
 
 def _bad_node(entry: object) -> BadNode | None:
-    """Return the node of an entry; None if it is invalid, since any user with write access to the root can edit the
-    file.
-    """
+    """Return the node of an entry; None if it is invalid: any user who may write to the root can edit the file."""
     try:
         found: BadNode = typed(BadNode, entry)
         return found

@@ -69,8 +69,7 @@ def read_document(path: Path, schema: str = "") -> dict[str, Any] | None:
     ``schema``: that the object must have. In a view for another machine, a file that is missing here may be one of that
     machine (sent_run.py).
     """
-    content = read_content(path)
-    if content is None:
+    if (content := read_content(path)) is None:
         return sent_document(path)
     with reporting_damage(path):
         data = parse_json(content)

@@ -22,9 +22,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 @dataclass(frozen=True)
 class Ledger:
-    """The time accounting of rank 0. ``began`` and ``updated`` in Unix seconds; ``closed`` after a regular end of the
-    engine.
-    """
+    """The time of rank 0. ``began`` and ``updated`` in Unix seconds; ``closed`` after a regular end of the engine."""
 
     attempt: int
     began: float
@@ -115,11 +113,10 @@ def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int, suspended: flo
     suspended = min(seconds["step"], suspended)
     seconds["step"] -= suspended
     redone = min(seconds["step"], lost_steps * max(0.0, counted - suspended) / steps if steps else 0.0)
-    idle = sum(max(0.0, after.started - before.until) for before, after in itertools.pairwise(attempts))
     return Goodput(
         productive=seconds["step"] - redone,
         lost_work=redone + in_vain,
-        idle=idle,
+        idle=sum(max(0.0, after.started - before.until) for before, after in itertools.pairwise(attempts)),
         suspended=suspended,
         **{name: seconds[name] for name in ("data", "save", "restore", "evaluation", "rollback", "other")},
     )
@@ -137,8 +134,7 @@ def run_goodput(run: RunDir) -> Goodput | None:
         return None
     kept = events[scratch:]
     stops = [event.get("seconds") for event in kept if event["event"] == "suspended"]
-    suspended = math.fsum(stop for stop in stops if isinstance(stop, int | float))
-    return sum_goodput(spans, steps_lost(kept), suspended)
+    return sum_goodput(spans, steps_lost(kept), math.fsum(stop for stop in stops if isinstance(stop, int | float)))
 
 
 def steps_lost(events: Iterable[Mapping[str, Any]]) -> int:
@@ -161,8 +157,7 @@ def _spent(attempt: AttemptSpan) -> dict[Category, float]:
 def read_span(run: RunDir, number: int, in_vain: bool = False) -> AttemptSpan | None:
     """Return the start and the end of an attempt; None if it has recorded neither. Raises DamagedError."""
     path, ledger = run.attempt(number) / "attempt.json", read_ledger(run, number)
-    data = read_document(path)
-    if data is None:
+    if (data := read_document(path)) is None:
         return None if ledger is None else AttemptSpan(ledger.began, None, ledger, in_vain)
     with reporting_damage(path):
         started, ended = typed(float, data["started"]), typed(float | None, data["ended"])
@@ -267,8 +262,7 @@ def cost_so_far(run: RunDir, record: RunRecord, *, is_over: bool, now: float) ->
     submissions = [event for event in read_events(run) if event.get("event") == "submitted"]
     total, numbers = 0.0, run.attempts()
     for number in numbers:
-        span = read_span(run, number)
-        if span is None:
+        if (span := read_span(run, number)) is None:
             continue
         gpus, price = _figures_of_attempt(run, record, submissions, number, span.revision)
         if price is None:

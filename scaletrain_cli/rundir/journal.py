@@ -37,8 +37,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Append JSON objects, a line each, in one write. Raises OSError, and ValueError before anything is written."""
-    text = "".join(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n" for record in records)
-    line = text.encode()
+    line = "".join(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n" for record in records).encode()
     with _writing(path), closing_descriptor(open_to_append(path)) as descriptor:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -53,8 +52,7 @@ def _writing(path: Path) -> Iterator[None]:
     """Hold the lock of this user's writers in a folder, unless a stopped process has it: no step waits for that."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # such as a full disk; O_APPEND must suffice
-            lock = path.with_name(f".append-{os.geteuid()}.lock")
-            held.enter_context(locked(lock, wait_seconds=_LOCK_SECONDS))
+            held.enter_context(locked(path.with_name(f".append-{os.geteuid()}.lock"), wait_seconds=_LOCK_SECONDS))
         yield
 
 
@@ -291,8 +289,7 @@ def invalidated_steps(events: Iterable[Mapping[str, Any]], steps: Collection[int
 
 def record_rollback(run: RunDir, rollback: Rollback, **evidence: Any) -> None:
     """Append the event. Training continues only after it."""
-    lost = rollback.from_step - rollback.to_step
-    record_event(run, ROLLBACK_EVENT, **vars(rollback), lost_steps=lost, **evidence)
+    record_event(run, ROLLBACK_EVENT, **vars(rollback), lost_steps=rollback.from_step - rollback.to_step, **evidence)
 
 
 def read_rollbacks(run: RunDir) -> list[Rollback]:

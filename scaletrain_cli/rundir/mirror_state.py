@@ -92,8 +92,7 @@ def read_superseded(run: RunDir) -> dict[str, Any] | None:
 
 def mark_restored(run: RunDir, token: str) -> None:
     """Record that the history and the checkpoint of the claim with this token are here."""
-    document = {"token": token, "attempts": max(run.attempts(), default=0)}
-    write_document(run.path / _RESTORED, document)
+    write_document(run.path / _RESTORED, {"token": token, "attempts": max(run.attempts(), default=0)})
 
 
 def read_restored(run: RunDir) -> tuple[str, int]:

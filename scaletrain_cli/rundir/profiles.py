@@ -159,8 +159,7 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
 
     ``ranks_missing``: those that have not written their figures yet. Raises UsageError for damaged figures.
     """
-    profile = read_profile(folder)
-    if profile is None:
+    if (profile := read_profile(folder)) is None:
         return None
     found = {rank: read_document(rank_file(folder, rank)) for rank in profile.ranks}
     by_rank = [{"rank": rank, **figures} for rank, figures in found.items() if figures is not None]

@@ -237,8 +237,7 @@ def write_spec_lines(run: RunDir, spec: RunSpec) -> None:
 
 def read_spec_lines(run: RunDir) -> dict[str, str]:
     """Return ``file:line`` by dotted key, as the file was at submission; ``--set`` for overrides, also of a resume."""
-    data = undamaged_document(run.path / _SPEC_LINES) or {}
-    lines = data.get("lines")
+    lines = (undamaged_document(run.path / _SPEC_LINES) or {}).get("lines")
     found = {str(key): str(place) for key, place in lines.items()} if isinstance(lines, dict) else {}
     for number in revisions(run):
         overrides = (read_document(revision_path(run, number)) or {}).get("overrides")
@@ -323,8 +322,7 @@ def _decided(record: RunRecord) -> dict[str, Any]:
 
 
 def _read(path: Path, schema: str) -> dict[str, Any]:
-    data = read_document(path, schema)
-    if data is None:
+    if (data := read_document(path, schema)) is None:
         raise UsageError(f"{path} cannot be read: it does not exist.")
     return data
 

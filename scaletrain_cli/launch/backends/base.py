@@ -422,8 +422,7 @@ class Backend(ABC):
         raise UsageError(Reason("launch.no-foreground", {"scheduler": self.traits.display_name}))
 
     def _not_implemented(self, option: str) -> UsageError:
-        params = {"option": option, "scheduler": self.traits.display_name}
-        return UsageError(Reason("launch.not-implemented", params))
+        return UsageError(Reason("launch.not-implemented", {"option": option, "scheduler": self.traits.display_name}))
 
     # ---- while it is queued or runs -----------------------------------------------------------------------------
 
@@ -484,8 +483,7 @@ class Backend(ABC):
 
     def explain_waiting(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
         """Return why a queued job waits."""
-        evidence = (Evidence.because("the scheduler", status.job.why),)
-        return Finding.because("queued", Reason("launch.queued"), evidence)
+        return Finding.because("queued", Reason("launch.queued"), (Evidence.because("the scheduler", status.job.why),))
 
     def explain_never_began(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
         """Return why a job ended before its first attempt."""

@@ -40,8 +40,7 @@ def failures_of_plugin(name: str) -> Iterator[None]:
     except ScaletrainError:
         raise
     except Exception as error:
-        plugin = added_backends().get(name)
-        if plugin is None:
+        if (plugin := added_backends().get(name)) is None:
             raise
         raise SchedulerError(plugin.failure(error)) from error
 
@@ -63,8 +62,7 @@ def usual_backend() -> Backend:
 
 
 def _has_this_machine(backend: Backend) -> bool:
-    plugin = added_backends().get(backend.name)
-    if plugin is None:
+    if (plugin := added_backends().get(backend.name)) is None:
         return backend.has_this_machine()
     try:
         with plugin.errors():

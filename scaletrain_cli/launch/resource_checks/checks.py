@@ -140,8 +140,7 @@ def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapsho
     code = None if snapshot is None else paths_in(snapshot.listing)
     if code is None and record.code is not None:
         with contextlib.suppress(OSError):  # place_code reports it on the node
-            listing = code_file(run, record.code, "sha256").read_bytes()
-            code = paths_in(listing.decode("utf-8", "surrogateescape"))
+            code = paths_in(code_file(run, record.code, "sha256").read_bytes().decode("utf-8", "surrogateescape"))
     found = check_external(
         record.spec,
         record.working_folder,
@@ -201,8 +200,7 @@ def engine_problems(view: View) -> Iterator[Problem]:
     root = "" if code.import_root == "." else code.import_root.strip("/").removeprefix("./") + "/"
     kept = view.code or ()
     if code.path is not None and root and not any(path.startswith(root) for path in kept):
-        reason = Reason("checks.no-import-root", {"path": code.path})
-        yield view.problem("code.import_root", reason, code.import_root)
+        yield view.problem("code.import_root", Reason("checks.no-import-root", {"path": code.path}), code.import_root)
         return
     module = None if code.engine is None else root + code.engine.replace(".", "/")
     if module is None or not {f"{module}.py", f"{module}/__main__.py"}.isdisjoint(kept):

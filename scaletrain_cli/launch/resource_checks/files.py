@@ -19,14 +19,7 @@ from scaletrain_cli.launch.resource_checks.weights import adapter_weights
 from scaletrain_cli.reasons import Reason, as_reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import LlavaSpec, RunSpec
-from scaletrain_cli.spec.corpus_files import (
-    EMBEDDED,
-    EMBEDDED_SOURCES,
-    ROW_FORMATS,
-    NoCorpusError,
-    find_files,
-    kind_of,
-)
+from scaletrain_cli.spec.corpus_files import EMBEDDED, EMBEDDED_SOURCES, ROW_FORMATS, NoCorpusError, find_files, kind_of
 from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
 from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES
 from scaletrain_cli.spec.losses import LOSSES_OF
@@ -338,8 +331,7 @@ def prepared_problem(folder: Path, view: View) -> Reason | None:
         for split in ("train", "validation"):
             found, expected = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
             if found != expected:
-                params = {"file": f"{split}.bin", "tokens": found, "expected": expected}
-                return Reason("checks.dataset-size", params)
+                return Reason("checks.dataset-size", {"file": f"{split}.bin", "tokens": found, "expected": expected})
         vocab_size, tokens = int(info["vocab_size"]), int(info["train_tokens"])
         objective, length = info.get("objective", "causal_lm"), info.get("seq_len")
         packed = info.get("packing") or "none"

@@ -188,8 +188,7 @@ def _headers(listing: Listing, file: HubFile, settings: HubSettings) -> dict[str
     """Return the tensors of a safetensors file of the hub, by its header. Raises DamagedHeaderError."""
     size = file.size or 0
     data = read_range(listing, file, settings, 0, min(_FIRST_BYTES, size)) if size else b""
-    length = header_bytes(data, size)
-    if length is None:
+    if (length := header_bytes(data, size)) is None:
         raise DamagedHeaderError(file.path)
     if length > len(data) - 8:
         data += read_range(listing, file, settings, len(data), 8 + length - len(data))

@@ -114,8 +114,7 @@ def _class_names(
     """Yield the problems of a source that is no index; return its classes, None if it cannot be looked at."""
     from scaletrain_cli.data.images.listing import list_source
 
-    here = view.spec.cluster.traits.runs_here or view.on_node
-    if here and find_spec("PIL") is None:
+    if (view.spec.cluster.traits.runs_here or view.on_node) and find_spec("PIL") is None:
         params: dict[str, object] = {"module": "PIL", "command": install_command("vision")}
         yield view.problem(key, Reason("sources.library-missing", params), source)
         return None

@@ -84,8 +84,7 @@ def _problem_of_first_rows(
             continue
         for name, content in images_of(row, data.fields):
             if content is None and not (images / expand_home(name)).is_file():
-                place = str(images / expand_home(name))
-                return Reason("checks.row-without-image", {"where": where, "path": place})
+                return Reason("checks.row-without-image", {"where": where, "path": str(images / expand_home(name))})
     return None
 
 

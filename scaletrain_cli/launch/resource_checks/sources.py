@@ -306,8 +306,7 @@ def _id_problem(view: View, files: Sequence[SourceFile]) -> Reason | None:
     from scaletrain_cli.data.sources.beginning import read_beginning
     from scaletrain_cli.data.sources.records import Columns, TokenRecord
 
-    size = _size_of_vocabulary(view)
-    if size is None:
+    if (size := _size_of_vocabulary(view)) is None:
         return None
     for file in files[:: -(-len(files) // _FILES_READ)]:
         for record in read_beginning(file, Columns()).documents:

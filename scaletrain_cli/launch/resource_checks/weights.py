@@ -216,5 +216,4 @@ def damage_of(error: DamagedHeaderError) -> Reason:
     """Return the reason of an invalid or incomplete file."""
     if error.found is None:
         return Reason("checks.weights-pointer" if error.is_pointer else "checks.weights-file", {"file": error.file})
-    params = {"file": error.file, "bytes": error.found, "expected": error.expected}
-    return Reason("checks.weights-file-size", params)
+    return Reason("checks.weights-file-size", {"file": error.file, "bytes": error.found, "expected": error.expected})

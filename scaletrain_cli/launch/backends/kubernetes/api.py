@@ -146,8 +146,7 @@ class Cluster:
         while True:
             page = self._json("get", kind, kind.path(namespace), limit=_PAGE, _continue=more, **selectors)
             found += page.get("items", [])
-            more = page.get("metadata", {}).get("continue")
-            if not more:
+            if not (more := page.get("metadata", {}).get("continue")):
                 return found
 
     def _in_served_version(self, kind: Kind, send: Callable[[Kind], _Answer]) -> _Answer:
@@ -330,6 +329,7 @@ class Cluster:
         by_node_of: str = "",
         **options: Any,
     ) -> Any:
+        import urllib3.exceptions
         from kubernetes.client.exceptions import ApiException
 
         timeout = (_CONNECT_SECONDS, read_seconds)
@@ -348,7 +348,8 @@ class Cluster:
                 raise SchedulerSilentError(why) from error
             raise refusal(self.where, method, kind, path, error) from error
         except _transport_errors() as error:
-            if by_node_of and _is_late(error):  # only the node does not answer
+            # After the connection was established, only the node does not answer.
+            if by_node_of and isinstance(error, urllib3.exceptions.ReadTimeoutError):
                 raise self._silent_node(by_node_of, error) from error
             if not changes:
                 self._silent_since = time.monotonic()
@@ -441,13 +442,6 @@ def _transport_errors() -> tuple[type[BaseException], ...]:
     import urllib3.exceptions
 
     return (urllib3.exceptions.HTTPError, OSError)
-
-
-def _is_late(error: BaseException) -> bool:
-    """Return whether the connection was established, but the answer timed out."""
-    import urllib3.exceptions
-
-    return isinstance(error, urllib3.exceptions.ReadTimeoutError)
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[str]:

@@ -130,8 +130,7 @@ class KubernetesBackend(Backend):
             record = dataclasses.replace(read_record(run), run_id=name, spec=spec, plan=plan, code=code)
             documents = documents_for(run, record)
         rendered = manifest(record, documents)
-        seen = run if run is not None and shares_volume(run) else None
-        return check(self._cluster(spec), spec, rendered, seen)
+        return check(self._cluster(spec), spec, rendered, run if run is not None and shares_volume(run) else None)
 
     def prepares_itself(self, cluster: ClusterSpec) -> bool:
         """Return whether the pod of a run has its own volume, on which only it can prepare the data."""
@@ -162,9 +161,7 @@ class KubernetesBackend(Backend):
 
     def render_preparation(self, run: RunDir, record: RunRecord) -> str:
         """Return the objects of the preparation as YAML; none for a run whose pod prepares its data itself."""
-        if record.spec.cluster.kubernetes.runs.per_pod:
-            return ""
-        return to_yaml(objects_of_run(run, record))
+        return "" if record.spec.cluster.kubernetes.runs.per_pod else to_yaml(objects_of_run(run, record))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return to_yaml(self._manifest(run, record, lambda: self._cluster(record.spec))[0].objects)
@@ -196,8 +193,7 @@ class KubernetesBackend(Backend):
         """Return the state of the run's latest job, or of the preparation after which it is created."""
         if (preparing := pending_job(run, record)) is not None:
             return job_of_preparation(self.connect(preparing.context, preparing.namespace), run, record, preparing)
-        ref = job_ref_of(run, record)
-        if ref is None:
+        if (ref := job_ref_of(run, record)) is None:
             return Explanation(reason("never-submitted")).job("", "unknown")
         return self._job_at(run, record, ref)
 
@@ -279,8 +275,7 @@ class KubernetesBackend(Backend):
             touch(run.stop_file)
             record_event(run, "cancelled", job_id=preparing.job_id)
             return
-        ref = job_ref_of(run, record)
-        if ref is None:
+        if (ref := job_ref_of(run, record)) is None:
             touch(run.stop_file)
             record_event(run, "cancelled")
             return
@@ -313,10 +308,8 @@ class KubernetesBackend(Backend):
         prepared = read_job(preparation_folder(run))
         removed = []
         if prepared is not None and prepared.scheduler == self.name:
-            place = self.connect(prepared.context, prepared.namespace)
-            removed = delete_jobs(place, prepared.namespace, record)
-        ref = job_ref_of(run, record)
-        if ref is None:
+            removed = delete_jobs(self.connect(prepared.context, prepared.namespace), prepared.namespace, record)
+        if (ref := job_ref_of(run, record)) is None:
             return removed
         cluster, seen = self._observe(ref, record)
         kind = BACKENDS[parse_id(ref.job_id)[0]]
@@ -366,8 +359,7 @@ class KubernetesBackend(Backend):
 
     def force(self, run: RunDir, record: RunRecord) -> list[str]:
         """Delete the pods of dead nodes; return their names. Only safe if the nodes are powered off."""
-        ref = job_ref_of(run, record)
-        if ref is None:
+        if (ref := job_ref_of(run, record)) is None:
             return []
         cluster, seen = self._observe(ref, record)
         removed = force_delete(cluster, ref.namespace, seen, time.time())

@@ -67,8 +67,7 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
     if kubernetes.queue is None:
         return
     if not kubernetes.kueue:
-        queue = cluster.get(VOLCANO_QUEUE, "", kubernetes.queue)
-        if queue is None:
+        if (queue := cluster.get(VOLCANO_QUEUE, "", kubernetes.queue)) is None:
             yield missing(spec, "queue", kubernetes.queue, "Volcano queue", cluster.find(VOLCANO_QUEUE, ""))
         elif queue.get("status", {}).get("state", "Open") != "Open":
             closed = reason("volcano-queue-closed", state=queue["status"]["state"])
@@ -104,8 +103,7 @@ def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
     given = spec.cluster.kubernetes.queue
     taken = queue.get("status", {}).get("allocated", {})
     for name, amount in _needed(spec, pod).items():
-        limit = queue.get("spec", {}).get("capability", {}).get(name)
-        if limit is None:
+        if (limit := queue.get("spec", {}).get("capability", {}).get(name)) is None:
             continue
         most = parse_quantity(limit)
         if amount > most:
@@ -206,8 +204,7 @@ def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fo
             continue  # its scope may not include these pods
         found.append(quota)
         for limited, hard in status.get("hard", {}).items():
-            wanted = needed.get(limited.removeprefix("requests."))
-            if wanted is None:
+            if (wanted := needed.get(limited.removeprefix("requests."))) is None:
                 continue
             most, used = parse_quantity(hard), parse_quantity(status.get("used", {}).get(limited, 0))
             name = quota["metadata"]["name"]
@@ -355,8 +352,7 @@ def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> E
 
     ``reach`` returns the connection; it is called only if there are bad nodes.
     """
-    bad = read_bad_nodes(run.path.parent, time.time())
-    if not bad:
+    if not (bad := read_bad_nodes(run.path.parent, time.time())):
         return Exclusion()
     try:
         nodes = reach().find(NODE, "")
@@ -387,6 +383,4 @@ def misfits(
         for taint in spec.get("taints", ()):
             if not tolerated(taint, given):
                 return f"a toleration of {taint['key']}={taint.get('value', '')}:{taint['effect']}"
-    if spec.get("unschedulable"):
-        return _CORDONED
-    return ""
+    return _CORDONED if spec.get("unschedulable") else ""

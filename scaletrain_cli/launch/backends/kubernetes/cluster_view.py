@@ -211,8 +211,7 @@ def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
     elsewhere: list[str] = []
     namespace = settings.namespace
     if namespace is None:
-        used = _namespaces_of_runs(settings.context)
-        namespace, *elsewhere = used or [default_namespace(settings.context)]
+        namespace, *elsewhere = _namespaces_of_runs(settings.context) or [default_namespace(settings.context)]
         settings = settings.model_copy(update={"namespace": namespace})
     view = make_view(fetch_objects(connect(settings.context, namespace), namespace), settings, time.time())
     if not elsewhere:

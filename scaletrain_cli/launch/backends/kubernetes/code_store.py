@@ -43,8 +43,7 @@ def upload_code(run: RunDir, record: RunRecord) -> str | None:
 
     archive = code_file(run, code, "tar.gz")
     if not archive.is_file():
-        folder = str(run.path / "code")
-        raise UsageError(reason("code-missing", folder=folder, run=record.run_id, version=code.name))
+        raise UsageError(reason("code-missing", folder=str(run.path / "code"), run=record.run_id, version=code.name))
     try:
         if find_file(url).size == archive.stat().st_size and read_all(url) == archive.read_bytes():
             return url

@@ -143,8 +143,7 @@ def job_of(seen: Observation, job_id: str, now: float, *, cancelled: bool = Fals
     if workload["metadata"].get("deletionTimestamp"):
         marked = CANCELLED in workload["metadata"].get("annotations", {})
         return ending(reason("cancelled" if marked else "deleting"))
-    end = _end(workload, seen)
-    if end is not None:
+    if (end := _end(workload, seen)) is not None:
         code, explanation = end
         if left:
             after = () if stuck else _terminating(left, seen, "pods-ending")
@@ -171,14 +170,12 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] 
         if phase == "Completed":
             return 0, Explanation(reason("completed"))
         if phase in ("Failed", "Aborting", "Aborted", "Terminating", "Terminated"):
-            code = "phase-said" if said else "phase"
-            ended = reason(code, phase=phase.lower(), said=said)
+            ended = reason("phase-said" if said else "phase", phase=phase.lower(), said=said)
             return _exit_code(seen.pods, said), _with_pods((ended,), seen.pods)
         return None
     if condition(workload, "Completed") or condition(workload, "Complete"):
         return 0, Explanation(reason("completed"))
-    failed = condition(workload, "Failed")
-    if failed is None:
+    if (failed := condition(workload, "Failed")) is None:
         return None
     below = [*([seen.jobset] if seen.jobset is not None else []), *seen.jobs]  # nearer to the cause
     children = [_reason_words(found) for item in below if (found := condition(item, "Failed")) is not None]
@@ -281,8 +278,7 @@ def _is_volcano(workload: Object) -> bool:
 def _why_suspended(workload: Object, seen: Observation) -> Explanation:
     """Return why a suspended workload waits: in a queue of Kueue, or in none."""
     queued, labels = seen.queued, workload["metadata"].get("labels", {})
-    queue = labels.get(QUEUE_LABEL)
-    if not queue:
+    if not (queue := labels.get(QUEUE_LABEL)):
         return Explanation(reason("no-queue"))
     if not seen.queue_known:
         return Explanation(reason("queue-unreadable", queue=queue))
@@ -320,8 +316,7 @@ def _why_pods_were_lost(seen: Observation) -> Reason | None:
     """Return why pods that Kueue removed did not become ready, from their events: an image before other reasons."""
     of_pods = [event for event in seen.events if event.get("involvedObject", {}).get("kind") == "Pod"]
     found = [why for event in reversed(of_pods) if (why := event_reason(event)) is not None]
-    images = [why for why in found if why.code == "kubernetes.image-event"]
-    return next(iter((*images, *found)), None)
+    return next(iter((*[why for why in found if why.code == "kubernetes.image-event"], *found)), None)
 
 
 def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
@@ -361,8 +356,7 @@ def why_pods_wait(pods: Sequence[Object], seen: Observation) -> tuple[Reason, ..
                 code, name = _STUCK[waiting["reason"]], pod["metadata"]["name"]
                 return (reason(code, pod=name, state=waiting["reason"], said=said),)
     for pod in pods:
-        scheduled = condition(pod, "PodScheduled", status="False")
-        if scheduled is not None:
+        if (scheduled := condition(pod, "PodScheduled", status="False")) is not None:
             if scheduled.get("reason") == "SchedulingGated":
                 return (reason("scheduling-gate", pod=pod["metadata"]["name"], said=_message(scheduled)),)
             return (unschedulable(_message(scheduled)), *_group_wait(seen.group))

@@ -157,13 +157,12 @@ def _is_still(run: RunDir, ref: JobRef) -> bool:
 
 def record_end(run: RunDir, ref: JobRef, job: Job) -> None:
     """Record the end of a job, since its object is deleted later."""
-    progress = {**ref.progress, **job.progress}
     ended = dataclasses.replace(
         ref,
         ended=True,
         detail=job.detail,
         exit_code=job.exit_code,
-        progress=progress,
+        progress={**ref.progress, **job.progress},
         forgotten=job.forgotten,
         reason=None if job.reason is None else job.reason.to_document(),
     )

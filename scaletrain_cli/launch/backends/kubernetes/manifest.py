@@ -58,8 +58,7 @@ def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
         return _that_fit(record, documents | {path.name: path.read_bytes() for path in files.values()})
     snapshot = take_snapshot(record.spec, record.working_folder, run.path.parent)
     if snapshot is None or snapshot.record.sha256 != code.sha256:
-        folder = str(run.path / "code")
-        raise UsageError(reason("code-missing", folder=folder, run=record.run_id, version=code.name))
+        raise UsageError(reason("code-missing", folder=str(run.path / "code"), run=record.run_id, version=code.name))
     return _that_fit(record, documents | {files[suffix].name: snapshot.files[suffix] for suffix in suffixes})
 
 
@@ -229,8 +228,7 @@ def _unrenderable(spec: RunSpec) -> Iterator[Problem]:
     """Yield settings that are valid by themselves, but not in the rendered object."""
     kubernetes = spec.cluster.kubernetes
     if kubernetes.kueue and kubernetes.priority is not None and len(kubernetes.priority) > LONGEST_LABEL_VALUE:
-        too_long = reason("priority-too-long", most=LONGEST_LABEL_VALUE)
-        yield problem(spec, "priority", too_long, kubernetes.priority)
+        yield problem(spec, "priority", reason("priority-too-long", most=LONGEST_LABEL_VALUE), kubernetes.priority)
     for name in sorted(OWN_VARIABLES & kubernetes.secrets.keys()):
         yield problem(spec, f"secrets.{name}", reason("secret-name-taken"))
     for section, overrides in kubernetes.all_overrides.items():
@@ -265,27 +263,24 @@ def _lost_with_the_pod(spec: RunSpec) -> Iterator[Problem]:
     """Yield why a run cannot keep its directory on a volume that is deleted with its pod."""
     if spec.cluster.nodes > 1:
         yield problem(spec, "runs.per_pod", reason("per-pod-gang", nodes=spec.cluster.nodes), "true")
-    if spec.env.get(ONLY) is None and not _keeps_checkpoints(spec):
-        dotted = "checkpoint.dir"
-        volumes = [volume.path for volume in spec.cluster.kubernetes.volumes if not volume.read_only]
+    dotted, folder = "checkpoint.dir", PurePosixPath(spec.checkpoint.dir)
+    volumes = [volume.path for volume in spec.cluster.kubernetes.volumes if not volume.read_only]
+    is_kept = folder.is_absolute() and any(map(folder.is_relative_to, volumes))
+    if spec.env.get(ONLY) is None and not is_kept and not spec.keeps_run_in_mirror:
         lost = reason("checkpoints-lost", volumes=volumes) if volumes else reason("checkpoints-lost-no-volume")
         yield Problem.because(spec.where(dotted), dotted, lost, spec.checkpoint.dir)
-
-
-def _keeps_checkpoints(spec: RunSpec) -> bool:
-    """Return whether the checkpoints are in a mirror, or on a claim that the pod can write to."""
-    if spec.keeps_run_in_mirror:
-        return True
-    folder = PurePosixPath(spec.checkpoint.dir)
-    volumes = [volume.path for volume in spec.cluster.kubernetes.volumes if not volume.read_only]
-    return folder.is_absolute() and any(folder.is_relative_to(path) for path in volumes)
 
 
 def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str | bytes]) -> Object:
     texts = {name: text for name, text in documents.items() if isinstance(text, str)}
     files = {name: content for name, content in documents.items() if isinstance(content, bytes)}
     contents = {name: text.encode() for name, text in texts.items()} | files
-    _require_size({name: len(content) for name, content in contents.items()})
+    size = sum(map(len, contents.values()))
+    if size > _LARGEST_DOCUMENTS_BYTES:
+        packed = sum(len(content) for name, content in contents.items() if name.endswith(_ARCHIVE))
+        most = {"bytes": size, "most_bytes": _LARGEST_DOCUMENTS_BYTES}
+        with_code = reason("code-too-large", code_bytes=packed, **most)
+        raise UsageError(with_code if packed else reason("record-too-large", **most))
     digest = hashlib.sha256(b"\0".join(name.encode() + b"\0" + contents[name] for name in sorted(contents))).hexdigest()
     return {
         "apiVersion": "v1",
@@ -298,11 +293,3 @@ def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str |
         "data": texts,
         **({"binaryData": {name: base64.b64encode(files[name]).decode() for name in files}} if files else {}),
     }
-
-
-def _require_size(sizes: Mapping[str, int]) -> None:
-    size, packed = sum(sizes.values()), sum(size for name, size in sizes.items() if name.endswith(_ARCHIVE))
-    if size > _LARGEST_DOCUMENTS_BYTES:
-        most = {"bytes": size, "most_bytes": _LARGEST_DOCUMENTS_BYTES}
-        with_code = reason("code-too-large", code_bytes=packed, **most)
-        raise UsageError(with_code if packed else reason("record-too-large", **most))

@@ -116,8 +116,7 @@ def unstated_in_quota(said: str, container: str) -> list[tuple[str, str, str]]:
 
     ``container``: of messages that name none (Kubernetes before 1.24).
     """
-    match = _UNSTATED.search(said)
-    if match is None:
+    if (match := _UNSTATED.search(said)) is None:
         return []
     parts = [part.partition(" for: ") for part in match[2].split(";")]
     return [

@@ -117,8 +117,7 @@ def parse_id(job_id: str) -> tuple[str, str]:
 
 def record_mark(record: RunRecord) -> str:
     """Return 16 hex digits that are unique to this run, also among runs with the same id."""
-    made = f"{record.run_id}\0{record.created!r}\0{record.wandb_run_id}"
-    return hashlib.sha256(made.encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{record.run_id}\0{record.created!r}\0{record.wandb_run_id}".encode()).hexdigest()[:16]
 
 
 def belongs_to(item: Mapping[str, Any], record: RunRecord) -> bool:

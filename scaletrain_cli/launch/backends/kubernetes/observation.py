@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from scaletrain_cli.launch.backends.kubernetes.api import ForbiddenError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.backends.kubernetes.api import Cluster
     from scaletrain_cli.rundir.record import RunRecord
 
+T = TypeVar("T")
 _OWNER_LABEL = "kueue.x-k8s.io/job-uid"  # on Kueue's Workload: the UID of the job that it is for
 _MOST_PODS_QUERIED = 3  # of the waiting ones: all pods of a gang wait for the same reason, and each takes a request
 _MOST_NODES_QUERIED = 8  # requested individually; above this number one list request is cheaper
@@ -69,10 +70,11 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
     workload = next((one for one in found if one["metadata"]["name"] == name), None)
     others = tuple(one for one in found if one is not workload)
     instance = f"{INSTANCE_LABEL}={name}"
-    jobset = _jobset_of_trainjob(cluster, namespace, name, record) if backend == "trainjob" else None
+    jobset = _allowed(lambda: cluster.get(JOB_SET, namespace, name)) if backend == "trainjob" else None
+    if jobset is not None and not belongs_to(jobset, record):
+        jobset = None
     if workload is None:
-        label = f"{RUN_LABEL}={run_label(record.run_id)}"
-        pods = cluster.find(POD, namespace, labels=label)
+        pods = cluster.find(POD, namespace, labels=f"{RUN_LABEL}={run_label(record.run_id)}")
         marks = [(pod["metadata"].get("annotations") or {}).get(RECORD_ANNOTATION, "") for pod in pods]
         pods = [pod for pod, mark in zip(pods, marks, strict=True) if mark in ("", record_mark(record))]
         active = tuple(pod for pod in pods if not has_ended(pod))
@@ -118,11 +120,6 @@ def _is_trainers(item: Object) -> bool:
     return any(owner.get("kind") == "TrainJob" for owner in item["metadata"].get("ownerReferences", ()))
 
 
-def _jobset_of_trainjob(cluster: Cluster, namespace: str, name: str, record: RunRecord) -> Object | None:
-    found = _allowed(lambda: [one for one in [cluster.get(JOB_SET, namespace, name)] if one is not None])
-    return found[0] if found and belongs_to(found[0], record) else None
-
-
 def index_of(pod: Object) -> int:
     """Return the index of the pod in the gang; 0 if it has none."""
     metadata = pod["metadata"]
@@ -143,7 +140,7 @@ def reports(pod: Object) -> bool:
     return found.get("Ready") != "False" or found.get("ContainersReady") == "False"
 
 
-def _allowed(send: Callable[[], list[Object]]) -> list[Object] | None:
+def _allowed(send: Callable[[], T]) -> T | None:
     """Return the answer; None if the user lacks the right."""
     try:
         return send()

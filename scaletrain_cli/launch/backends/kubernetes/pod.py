@@ -66,9 +66,7 @@ def _limits_cores(spec: RunSpec) -> bool:
 def cores_per_node(spec: RunSpec) -> int:
     """Return ``cpus_per_node``, else ``cluster.cpus_per_gpu`` per rank, else a number that every node has."""
     cluster, given = spec.cluster, spec.cluster.kubernetes.cpus_per_node
-    if given != "auto":
-        return given
-    return cores_per_rank(spec) * cluster.gpus_per_node
+    return cores_per_rank(spec) * cluster.gpus_per_node if given == "auto" else given
 
 
 def shm_bytes(spec: RunSpec, plan: RunPlan) -> int:
@@ -160,9 +158,7 @@ def _avoiding(affinity: dict[str, Any], avoid: Sequence[str]) -> dict[str, Any]:
 def exclusive_annotation(spec: RunSpec) -> dict[str, str]:
     """Return the annotation of the JobSet that reserves a topology domain for it."""
     topology = spec.cluster.kubernetes.topology
-    if topology is None or topology.kind != "exclusive":
-        return {}
-    return {EXCLUSIVE_TOPOLOGY: topology.key or ""}
+    return {} if topology is None or topology.kind != "exclusive" else {EXCLUSIVE_TOPOLOGY: topology.key or ""}
 
 
 DOCUMENTS_PATH = "/etc/scaletrain/run"
@@ -374,8 +370,7 @@ def _pod_security(spec: RunSpec) -> dict[str, Any]:
 
 def _claims(spec: RunSpec) -> dict[str, str]:
     """Return volume names by claim: a claim that is mounted twice is one volume."""
-    kubernetes = spec.cluster.kubernetes
-    claims = [spec.cluster.kubernetes.runs.claim or "", *(volume.claim for volume in kubernetes.volumes)]
+    claims = [spec.cluster.kubernetes.runs.claim or "", *(volume.claim for volume in spec.cluster.kubernetes.volumes)]
     return {claim: "runs" if not index else f"volume-{index}" for index, claim in enumerate(dict.fromkeys(claims))}
 
 

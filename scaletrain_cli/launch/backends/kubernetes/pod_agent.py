@@ -206,8 +206,7 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
         said = server.gather(RENDEZVOUS_SECONDS, _is_terminating)
         with _volume_in_use(options):
             conclude_abandoned(run, record)  # an attempt of an earlier gang whose pod 0 was lost
-            refusal = why_not_begin(run, record, options.workload)
-            if refusal is not None:
+            if (refusal := why_not_begin(run, record, options.workload)) is not None:
                 logger.error("%s", refusal.why)
                 conclude_run(run, refusal)
                 return _broadcast_end(server, exit_code_for(refusal), refusal.reason)
@@ -297,12 +296,11 @@ def _decide_on_restart(
     if number < max(run.attempts(), default=number):
         logger.warning("another attempt already follows attempt %d; the run has not ended", number)
         return PodEnd(code, reason("pod-superseded", attempt=number), number)
-    first = first_attempt_of_job(run, options.workload, number)
     decision = conclude_attempt(
         run,
         record,
         number,
-        first_attempt=first,
+        first_attempt=first_attempt_of_job(run, options.workload, number),
         launcher_exit_code=code,
         keeps_nodes=lambda against: not against and pods_stay() and not _is_terminating(),
     )

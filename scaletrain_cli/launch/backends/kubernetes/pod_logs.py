@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
@@ -109,8 +108,7 @@ class PodLogs:
 
     def _pods(self) -> list[Object]:
         """Return the pods whose container has started, the oldest first."""
-        labels = f"{INSTANCE_LABEL}={self._ref.name}"
-        pods = self._cluster.find(POD, self._ref.namespace, labels=labels)
+        pods = self._cluster.find(POD, self._ref.namespace, labels=f"{INSTANCE_LABEL}={self._ref.name}")
         # The server refuses to return the log of a waiting container.
         started = [pod for pod in pods if {"running", "terminated"} & own_container(pod).get("state", {}).keys()]
         return sorted(started, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
@@ -118,7 +116,9 @@ class PodLogs:
     def _read(self, pod: Object, *, follow: bool) -> None:
         """Append the pod's new lines to their files, and remember how far it was read."""
         state = self._run.path / "pods" / f"{pod['metadata']['uid']}.json"
-        source = self._source(state, pod)
+        if (source := read_as(_Source, state)) is None:
+            name, node = pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", "unknown")
+            source = _Source(name, node, index_of(pod) * self._ranks_per_pod)
         saved = time.monotonic()
         lines = self._cluster.log(self._ref.namespace, source.name, NODE, since=source.since, follow=follow)
         try:
@@ -126,8 +126,7 @@ class PodLogs:
                 stamp, _, text = line.partition(" ")
                 if stamp <= source.since:  # the server's ``sinceTime`` has a resolution of one second
                     continue
-                about = read_pod_line(text)
-                if about is None:
+                if (about := read_pod_line(text)) is None:
                     self._write(source, text)
                 elif about.get("shared"):
                     return
@@ -141,12 +140,6 @@ class PodLogs:
                     return
         finally:
             write_document(state, asdict(source))
-
-    def _source(self, state: Path, pod: Object) -> _Source:
-        if (source := read_as(_Source, state)) is not None:
-            return source
-        name, node = pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", "unknown")
-        return _Source(name, node, index_of(pod) * self._ranks_per_pod)
 
     def _write(self, source: _Source, text: str) -> None:
         """Append a line to the log of its rank; a line of the agent goes to the log of its first rank."""

@@ -75,10 +75,8 @@ def termination_text(end: PodEnd, node: str, secrets: Collection[str] | None = (
 
 def write_termination_message(path: Path, end: PodEnd, node: str, secrets: Collection[str] | None = ()) -> None:
     """Write the message into the file that the kubelet mounts; does nothing outside a pod, where there is none."""
-    with contextlib.suppress(OSError):
-        file = os.open(path, os.O_WRONLY | os.O_TRUNC)
-        with os.fdopen(file, "wb") as stream:
-            stream.write(termination_text(end, node, secrets).encode("utf-8", "replace"))
+    with contextlib.suppress(OSError), os.fdopen(os.open(path, os.O_WRONLY | os.O_TRUNC), "wb") as stream:
+        stream.write(termination_text(end, node, secrets).encode("utf-8", "replace"))
 
 
 def read_termination_message(text: str) -> TerminationMessage | None:

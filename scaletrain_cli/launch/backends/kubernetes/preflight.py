@@ -75,8 +75,7 @@ def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     if kubernetes.runs.claim is not None:
         needed = {kubernetes.runs.claim: "runs.claim", **needed}
     for name, key in needed.items():
-        claim = cluster.get(CLAIM, kubernetes.used_namespace, name)
-        if claim is None:
+        if (claim := cluster.get(CLAIM, kubernetes.used_namespace, name)) is None:
             there = cluster.find(CLAIM, kubernetes.used_namespace)
             yield missing(spec, key, name, f"PersistentVolumeClaim in namespace {kubernetes.used_namespace}", there)
             continue
@@ -136,8 +135,7 @@ def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None, security:
     applied, why = _applies_group(cluster, claim) if fs_group is not None else (False, None)
     if applied:
         return
-    seen = _folder_seen_here(spec, run)
-    if seen is not None:
+    if (seen := _folder_seen_here(spec, run)) is not None:
         folder, uid, gid, mode = seen
         if _may_write(user, fs_group, uid, gid, mode):
             return
@@ -178,13 +176,11 @@ def _may_write(user: int, fs_group: int | None, uid: int, gid: int, mode: int) -
 
 def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, Reason]:
     """Return whether the kubelet applies fs_group to the volume, None if unknown, and why."""
-    name = claim.get("spec", {}).get("volumeName")
-    if not name:
+    if not (name := claim.get("spec", {}).get("volumeName")):
         return None, reason("group-claim-unbound")
     try:
         volume = (cluster.get(PERSISTENT_VOLUME, "", name) or {}).get("spec", {})
-        driver = volume.get("csi", {}).get("driver")
-        if driver is None:
+        if (driver := volume.get("csi", {}).get("driver")) is None:
             found = next((source for source in _WITHOUT_GROUPS if source in volume), None)
             unknown = reason("group-volume-unknown", volume=name)
             return (None, unknown) if found is None else (False, reason("group-volume-kind", kind=found))
@@ -204,8 +200,7 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
     Raises SchedulerError with every problem, or with the reason why the server does not answer.
     """
     version = cluster.version()
-    namespace = spec.cluster.kubernetes.used_namespace
-    _require_namespace(cluster, namespace, spec)
+    _require_namespace(cluster, spec.cluster.kubernetes.used_namespace, spec)
     pod = pod_spec(rendered.objects)
     of_queue = WORKLOAD_PRIORITY if spec.cluster.kubernetes.kueue else PRIORITY_CLASS
     checks: list[Callable[[], Iterator[Found]]] = [

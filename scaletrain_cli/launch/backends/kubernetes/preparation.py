@@ -172,8 +172,7 @@ def submit_for_run(cluster: Cluster, run: RunDir, record: RunRecord) -> None:
     while True:
         texts, job = objects_of_run(run, record, number, by_index=by_index)
         name = job["metadata"]["name"]
-        found = cluster.get(JOB, kubernetes.used_namespace, name)
-        if found is None:
+        if (found := cluster.get(JOB, kubernetes.used_namespace, name)) is None:
             break
         if not belongs_to(found, record):
             other = (found["metadata"].get("annotations") or {}).get(RUN_ID_ANNOTATION, name)
@@ -300,8 +299,7 @@ def _failure(cluster: Cluster, job: PreparationJob, there: Object, pods: Sequenc
 def _last_words(cluster: Cluster, job: PreparationJob, pod: Object) -> dict[str, Any] | None:
     """Return the object of the preparation-end line of a pod; None if it has printed none, or cannot be read."""
     ended = own_container(pod).get("state", {}).get("terminated") or {}
-    said = preparation_end(str(ended.get("message", "")).splitlines())
-    if said is None:
+    if (said := preparation_end(str(ended.get("message", "")).splitlines())) is None:
         with contextlib.suppress(SchedulerError):
             lines = cluster.log(job.namespace, pod["metadata"]["name"], NODE, last_lines=_LINES_READ)
             said = preparation_end(line.partition(" ")[2] for line in lines)
@@ -342,8 +340,7 @@ def await_sizes(cluster: Cluster, job: PreparationJob, say: Callable[[str], None
         raise
     name = job.job_id.partition("/")[2]
     for pod in cluster.find(POD, job.namespace, labels=f"{INSTANCE_LABEL}={name}"):
-        sizes = (_last_words(cluster, job, pod) or {}).get("sizes")
-        if sizes is not None:
+        if (sizes := (_last_words(cluster, job, pod) or {}).get("sizes")) is not None:
             if (there := _own_job(cluster, job, None)) is not None:
                 delete_workload(cluster, JOB, job.namespace, there)
             return {source: DataSize(*numbers) for source, numbers in sizes.items()}

@@ -44,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(ExitCode.DONE)
         except Exception as error:
             found = known_error(error, "data prepare")
-            recorded = (read_document(failure) or {}).get("reason")
-            print(preparation_end_line(found, recorded), flush=True)
+            print(preparation_end_line(found, (read_document(failure) or {}).get("reason")), flush=True)
             return int(found.exit_code)
 
 

@@ -87,8 +87,7 @@ class Cohort:
 
 def accepts_namespace(queue: Object, labels: Mapping[str, str]) -> bool:
     """Return whether a ClusterQueue admits jobs of a namespace with these labels; without a selector it admits none."""
-    selector = queue["spec"].get("namespaceSelector")
-    if selector is None:
+    if (selector := queue["spec"].get("namespaceSelector")) is None:
         return False
     meant = {"In": True, "Exists": True, "NotIn": False, "DoesNotExist": False}
     for rule in selector.get("matchExpressions") or ():
@@ -119,8 +118,7 @@ def check_quota(
     never = [reason("no-flavor", resource=name) for name in missing if name not in uncovered]
     busy: tuple[Reason, ...] = ()
     for group in groups:
-        amounts = _covered(group, needed)
-        if not amounts:
+        if not (amounts := _covered(group, needed)):
             continue
         reasons: list[Reason] = []
         waits: list[Reason | None] = []
@@ -212,8 +210,7 @@ def _busy(queue: Object, flavor: Object, cohort: Cohort | None, amounts: Amounts
 
 def _most(queue: Object, flavor: Object, cohort: Cohort | None, resource: str) -> Fraction | None:
     """Return the queue's quota plus the maximum that it may borrow; None if unlimited."""
-    own = _resource(flavor, resource)
-    if own is None:
+    if (own := _resource(flavor, resource)) is None:
         return Fraction(0)
     nominal, limit = parse_quantity(own.get("nominalQuota", 0)), own.get("borrowingLimit")
     if cohort is None:

@@ -110,14 +110,12 @@ _FINAL = tuple(
 
 def serving_pod(pods: Sequence[Object]) -> Object | None:
     """Return a running pod of the run whose node reports, pod 0 if possible; None if there is none."""
-    running = [pod for pod in pods if is_running(pod) and reports(pod)]
-    return min(running, key=index_of, default=None)
+    return min([pod for pod in pods if is_running(pod) and reports(pod)], key=index_of, default=None)
 
 
 def view_in_pod(ref: JobRef, pod: str, record: RunRecord) -> tuple[str, ...]:
     """Return the words of kubectl that start the far end of a view in a pod."""
-    words = view_words(record.spec.cluster.kubernetes.runs.path, record.run_id)
-    return kubectl_exec(ref, pod, words)
+    return kubectl_exec(ref, pod, view_words(record.spec.cluster.kubernetes.runs.path, record.run_id))
 
 
 @contextlib.contextmanager
@@ -195,8 +193,7 @@ def _await_pod(cluster: Cluster, ref: JobRef, name: str) -> str:
                 return str(pod["metadata"]["name"])
         if ended := failed_pod([pod for pod in pods if "terminated" in own_container(pod).get("state", {})]):
             raise SchedulerError(reason("view-pod-failed", cause=ended[0]))
-        passed = time.monotonic() - began
-        waits = _why_it_waits(cluster, ref, name, pods, passed)
+        waits = _why_it_waits(cluster, ref, name, pods, time.monotonic() - began)
         if waits is not None:
             raise SchedulerError(waits)
         time.sleep(_LOOK_EVERY_SECONDS)
@@ -205,8 +202,7 @@ def _await_pod(cluster: Cluster, ref: JobRef, name: str) -> str:
 def _why_it_waits(cluster: Cluster, ref: JobRef, name: str, pods: Sequence[Object], passed: float) -> Reason | None:
     """Return why it is of no use to wait any longer; None while it may be."""
     if not pods and passed > _SUSPENDED_SECONDS:
-        job = cluster.get(JOB, ref.namespace, name)
-        if job is None:
+        if (job := cluster.get(JOB, ref.namespace, name)) is None:
             return reason("view-job-gone", job=name)
         if job.get("spec", {}).get("suspend"):
             return reason("view-suspended", job=name)
@@ -218,15 +214,13 @@ def _why_it_waits(cluster: Cluster, ref: JobRef, name: str, pods: Sequence[Objec
     names = [pod["metadata"]["name"] for pod in pods[:1]] or [name]
     events = tuple(event for each in names for event in cluster.events(ref.namespace, each))
     found = why_pods_wait(pods, Observation(None, tuple(pods), events=events))
-    cause = found[0] if found else reason("view-no-cause")
-    return reason("view-pod-waits", cause=cause, seconds=round(passed))
+    return reason("view-pod-waits", cause=found[0] if found else reason("view-no-cause"), seconds=round(passed))
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Return a context in which signals of the user wait: the pod is deleted first."""
-    chosen = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, chosen)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:
