@@ -65,8 +65,7 @@ def workload_text(spec: RunSpec) -> str:
 
 def samples_length(spec: RunSpec) -> int:
     """Return the tokens of a sample, or the pixels of an image."""
-    length = getattr(spec.model, "seq_len", None)
-    if length is not None:
+    if (length := getattr(spec.model, "seq_len", None)) is not None:
         return int(length)
     of = getattr(spec.model, "vision_config", spec.model)
     return int(getattr(of, "image_size", 1)) ** 2

@@ -55,8 +55,7 @@ def data_size(spec: RunSpec) -> DataSize | None:
     try:
         if not is_seen(spec, source):
             return None
-        place = (spec.folder / expand_home(source)).absolute()
-        found = os.stat(place)
+        found = os.stat((spec.folder / expand_home(source)).absolute())
         stamp = (found.st_mtime_ns, found.st_size)
     except (OSError, ValueError):
         stamp = (0, 0)  # a glob, or nothing
@@ -112,8 +111,7 @@ def _data_size(
                 return prepared_size(json.loads(file.read()), objective, seq_len)
         if objective == "causal_lm":
             return None
-        files = find_files(source, folder, ROW_FORMATS).files
-        return _of_rows(files, objective, seq_len, packed, split)
+        return _of_rows(find_files(source, folder, ROW_FORMATS).files, objective, seq_len, packed, split)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, NoCorpusError):
         return None  # the checks of submit and validate state what is wrong
 

@@ -126,5 +126,4 @@ def _one(rows: int, columns: int, iterations: int, rate: Rates) -> float:
     short, long = sorted((rows, columns))
     gram = matmul_seconds(short, long, short, rate)
     square = matmul_seconds(short, short, short, rate)
-    product = matmul_seconds(short, short, long, rate)
-    return iterations * (gram + square + product)
+    return iterations * (gram + square + matmul_seconds(short, short, long, rate))

@@ -291,8 +291,7 @@ def _latent_attention(model: ModelSpec, path: str, block: int) -> Iterator[Param
     compressed = latent + model.qk_rope_head_dim
     yield from _linear(path, block, _Linear("kv_a_proj_with_mqa", compressed, hidden, None, False))
     yield _vector(f"{path}.kv_a_layernorm.weight", latent, block, None)
-    up = heads * (model.head_dim + value)
-    yield from _linear(path, block, _Linear("kv_b_proj", up, latent, "outputs", False))
+    yield from _linear(path, block, _Linear("kv_b_proj", heads * (model.head_dim + value), latent, "outputs", False))
     if model.index_topk:
         indexer, size = f"{path}.indexer", model.index_head_dim
         yield from _linear(indexer, block, _Linear("wq_b", model.index_n_heads * size, query or hidden, None, False))

@@ -104,8 +104,7 @@ def plan_within(
     found = None if compared else search_near(spec, device, bounds, most_seconds)
     if found is None:
         counts = RejectionCounts()
-        all_axes = axes_to_try(spec, counts if counted else None)
-        if not all_axes:
+        if not (all_axes := axes_to_try(spec, counts if counted else None)):
             raise does_not_divide(spec, division_problems(spec, resolve_axes(spec)))
         found = search(spec, device, all_axes, counts, compared=compared, bounds=bounds, most_seconds=most_seconds)
     if found.too_slow:
@@ -190,8 +189,7 @@ def _about_local_sgd(spec: RunSpec, chosen: Candidate, device: Accelerator) -> I
     """Yield whether groups of local SGD pay, against the fastest layout of one group on the same cluster."""
     if chosen.layout.local_sgd_groups == 1:
         return
-    settings = spec.training.local_sgd.model_copy(update={"groups": 1})
-    training = spec.training.model_copy(update={"local_sgd": settings})
+    training = spec.training.model_copy(update={"local_sgd": spec.training.local_sgd.model_copy(update={"groups": 1})})
     try:
         alone = plan_within(spec.model_copy(update={"training": training}), math.inf)
     except (PlanInfeasibleError, UsageError):  # one group needs less memory, but perhaps other degrees
@@ -205,8 +203,6 @@ def _calibrated_assumption(spec: RunSpec, calibration: Calibration | None) -> It
     if calibration is None:
         return
     params = {name: getattr(calibration, name) for name in ("factor", "low", "high", "runs", "newest")}
-    code = "plan.calibrated-same" if calibration.same_workload else "plan.calibrated-similar"
-    yield Reason(code, params)
+    yield Reason("plan.calibrated-same" if calibration.same_workload else "plan.calibrated-similar", params)
     if calibration.nodes != spec.cluster.nodes:
-        nodes = {"nodes": calibration.nodes, "planned_nodes": spec.cluster.nodes}
-        yield Reason("plan.calibrated-other-nodes", nodes)
+        yield Reason("plan.calibrated-other-nodes", {"nodes": calibration.nodes, "planned_nodes": spec.cluster.nodes})

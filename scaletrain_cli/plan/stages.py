@@ -150,8 +150,7 @@ def stage_shard(per_rank: Architecture, stage: Stage, expert_share: float = 1.0)
     ``per_rank``: see ``rank_architecture``.
     ``expert_share``: factor on the routed experts, which are sharded over expert_tensor instead of tensor ranks.
     """
-    kinds = per_rank.kinds(stage.start, stage.blocks)
-    dense = sum(times * block.shared for block, times in kinds)
+    dense = sum(times * block.shared for block, times in per_rank.kinds(stage.start, stage.blocks))
     if stage.first:
         dense += per_rank.embedding
     if stage.last:

@@ -185,8 +185,7 @@ def _settings(recipe: _Recipe, step: int) -> dict[str, Settings]:
     everything = not recipe.trainable and not has_adapter(recipe.model)
     deciding = _deciding(recipe.model, tuple(_patterns(recipe, step)))
     for parameter in model_parameters(recipe.model):
-        number = deciding.get(parameter.name)
-        if number is not None:
+        if (number := deciding.get(parameter.name)) is not None:
             found[parameter.name] = _settings_of(recipe, recipe.trainable[number], parameter)
         elif (everything or parameter.adapter) and parameter.trains:
             found[parameter.name] = _settings_of(recipe, None, parameter)
@@ -275,8 +274,7 @@ def _about_group(recipe: _Recipe, number: int, group: TrainableGroup) -> Iterato
             if near:
                 yield Rule(f"{key}.match", pattern, "trainable-matches-nothing", fix={"near": near})
             else:
-                example = {"example": parameters[-1].name}
-                yield Rule(f"{key}.match", pattern, "trainable-no-such-name", fix=example)
+                yield Rule(f"{key}.match", pattern, "trainable-no-such-name", fix={"example": parameters[-1].name})
             return
     matched = [p for p in parameters if any(fnmatchcase(p.name, pattern) for pattern in group.match)]
     if group.weight_decay and not any(_settings_of(recipe, group, parameter).weight_decay for parameter in matched):

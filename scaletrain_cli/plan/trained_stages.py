@@ -95,10 +95,7 @@ def _whole_runs(kinds: tuple[tuple[bool, int], ...], first: int) -> tuple[BlockR
 
 
 def trained_stages(spec: RunSpec) -> tuple[TrainedStage, ...]:
-    """Return the stages of a run, from step 1 to the last one.
-
-    Raises UsageError with all problems of ``training.trainable``.
-    """
+    """Return the stages of a run, from step 1 on. Raises UsageError with all problems of ``training.trainable``."""
     if trains_everything(spec):
         return (TrainedStage(1, spec.total_steps),)
     return _converted(spec.transformer, SameObject(training_stages(spec)))

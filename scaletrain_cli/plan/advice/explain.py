@@ -68,7 +68,10 @@ def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Qu
     if alone := _checkpointing_modes_on_one_rank(spec, base, device):
         yield _one_rank(spec, alone, device)
     if spec.world_size > 1:
-        sharded = list(_sharded(spec, base, device))
+        kinds = [
+            {"zero_stage": stage, "activation_checkpointing": mode} for stage in _stages(spec) for mode in modes(spec)
+        ]
+        sharded = [found for kind in kinds if (found := at_best_micro_batch(spec, base, device, **kind))]
         sharding_fits = any(candidate.memory.fits for candidate in sharded)
         yield _sharding(spec, plan, sharded, device)
         if not sharding_fits or plan.layout.tensor_parallel > 1:
@@ -147,14 +150,6 @@ def _one_rank(spec: RunSpec, alone: list[Candidate], device: Accelerator) -> Que
     )
 
 
-def _sharded(spec: RunSpec, base: Layout, device: Accelerator) -> Iterator[Candidate]:
-    for stage in _stages(spec):
-        for mode in modes(spec):
-            candidate = at_best_micro_batch(spec, base, device, zero_stage=stage, activation_checkpointing=mode)
-            if candidate:
-                yield candidate
-
-
 def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Accelerator) -> Question:
     """Return the question whether the run fits with data parallelism and ZeRO alone; ``sharded``: its layouts."""
     world, batch = spec.world_size, spec.training.global_batch_size
@@ -165,8 +160,7 @@ def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Ac
     fitting = [candidate for candidate in sharded if candidate.memory.fits]
     rows = tuple(varied(f"ZeRO-{c.layout.zero_stage}", c) for c in sharded)
     if not fitting:
-        least = min(sharded, key=lambda candidate: candidate.memory.peak)
-        memory = least.memory
+        memory = min(sharded, key=lambda candidate: candidate.memory.peak).memory
         states = memory.parameters + memory.gradients + memory.optimizer_states
         what = "activations" if memory.activations + memory.logits > states else "states"
         verdict = Reason("plan.sharding-too-small", {"device": _noun(device), "what": what})
@@ -206,8 +200,7 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
     tensor = chosen.tensor_parallel
     if not plan.memory.fits:
         tensor = max([tensor, *_within_node(spec)])
-    layers = workload_of(spec.model).layers(spec)
-    most = min(layers, spec.world_size // tensor)
+    most = min(workload_of(spec.model).layers(spec), spec.world_size // tensor)
     degrees = sorted({*(1 << power for power in range(1, most.bit_length())), chosen.pipeline_parallel} - {1})
     near = [d for d in degrees if d <= max(2 * chosen.pipeline_parallel, 4)][-_LONGEST_SERIES:]
     changes = {"tensor_parallel": tensor, "micro_batch_size": chosen.micro_batch_size, "zero_stage": _lowest(spec)}

@@ -49,8 +49,7 @@ def _axes(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Questio
     rows: list[Row] = [_chosen(plan)]
     found: list[Reason] = []
     for field, name in used.items():
-        without = sized(spec, plan.layout, device, **{field: 1})
-        if without is None:
+        if (without := sized(spec, plan.layout, device, **{field: 1})) is None:
             rows.append(Row(f"without {name}", note=Reason("plan.ranks-do-not-divide")))
             continue
         asked = without.memory.fits and getattr(spec.layout, field) != "auto"
@@ -124,8 +123,7 @@ def _micro_batch(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[
         "accumulation": layout.gradient_accumulation_steps,
         "data": layout.data_parallel,
     }
-    asked = {"batch": layout.global_batch_size, "samples": spec.samples}
-    question = Reason("plan.ask-micro-batch", asked)
+    question = Reason("plan.ask-micro-batch", {"batch": layout.global_batch_size, "samples": spec.samples})
     yield Question("micro_batch", question, rows, None, (Reason("plan.batch-parts", parts), Reason(code)))
 
 

@@ -20,8 +20,7 @@ from scaletrain_cli.spec.training import LayoutSpec
 
 def on_one_rank(spec: RunSpec) -> RunSpec:
     """Return the same run on one rank."""
-    cluster = spec.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})
-    return spec.model_copy(update={"cluster": cluster})
+    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})})
 
 
 def modes(spec: RunSpec) -> tuple[str, ...]:

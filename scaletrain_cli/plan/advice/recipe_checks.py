@@ -159,8 +159,7 @@ def _fine_tuning_batch(spec: RunSpec) -> Iterator[Sanity]:
 
 def _adapter(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
     """Yield the scale of an adapter, and what it can store compared with what the data have."""
-    adapter = getattr(spec.model, "adapter", None)
-    if adapter is None:
+    if (adapter := getattr(spec.model, "adapter", None)) is None:
         return
     scale = adapter.alpha / adapter.rank
     if not adapter.rslora:
@@ -272,8 +271,7 @@ def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
         yield Sanity("learning rate", value, "ok", reason)
         return
     origin = {"lr": recipe.lr, "batch": recipe.batch, "unit": recipe.unit, "source": recipe.source}
-    suggested = scaled_lr(recipe, batch, optimizer.name)
-    if suggested is None:
+    if (suggested := scaled_lr(recipe, batch, optimizer.name)) is None:
         reason = Reason("plan.recipe-of-another-optimizer", {"optimizer": recipe.optimizer, **origin})
         yield Sanity("learning rate", value, "note", reason)
         return

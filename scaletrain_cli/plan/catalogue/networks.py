@@ -148,8 +148,7 @@ def _link(
 
     ``measured``: shares of all-reduce, all-gather and send, latency, and that of a message; None: not measured.
     """
-    row = packaged_data(_CATALOGUE)["networks"].get(name)
-    if row is None:
+    if (row := packaged_data(_CATALOGUE)["networks"].get(name)) is None:
         raise _unknown(name)
     reduce, gather, point, latency, message = measured
     near = next(link for link in packaged_data(_CATALOGUE)["inside"]["links"] if inside >= link["from"])

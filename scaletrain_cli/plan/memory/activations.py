@@ -141,9 +141,8 @@ def _attention_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
     Those of the scores, of the hidden states, and of the values and the output.
     """
     heads = -(-model.num_attention_heads // t)
-    value = model.value_head_dim
     scores = heads * model.seq_len * score_gradient_bytes(model, element_bytes)
-    return scores + element_bytes * (2 * model.hidden_size + 2 * heads * value)
+    return scores + element_bytes * (2 * model.hidden_size + 2 * heads * model.value_head_dim)
 
 
 def _latent_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:

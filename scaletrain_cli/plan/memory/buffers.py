@@ -64,11 +64,10 @@ def zero_buffers(
     """
     bucket = bucket_elements or max(2, min(parameters if trained is None else trained, _LARGEST_BUCKET_ELEMENTS))
     bucket += bucket % 2  # NCCL's 4-byte alignment of 16-bit elements (nccl_start_alignment_factor)
-    gathered = max(2, min(parameters, _LARGEST_BUCKET_ELEMENTS))
     return ZeroBuffers(
         reduce_bucket_size=bucket,
         allgather_bucket_size=bucket,
-        prefetch_bucket_size=min(gathered, _PREFETCH_ELEMENTS),
+        prefetch_bucket_size=min(max(2, min(parameters, _LARGEST_BUCKET_ELEMENTS)), _PREFETCH_ELEMENTS),
         max_live_parameters=min(max(parameters, 1), _LARGEST_LIVE_ELEMENTS),
         param_persistence_threshold=PERSISTENT_ELEMENTS,
         overlap_comm=zero_stage >= 2 or (zero_stage == 1 and not pipeline),

@@ -73,8 +73,7 @@ def plan_memory(
     if not every_stage and has_equal_blocks(spec):
         held = tuple(held[place] for place in dict.fromkeys(first_alike(held)))
     stages = tuple(map(size, held))
-    worst = max(stages, key=lambda stage: stage.peak)
-    return against_device(worst, stages, framework, device)
+    return against_device(max(stages, key=lambda stage: stage.peak), stages, framework, device)
 
 
 def has_equal_blocks(spec: RunSpec) -> bool:

@@ -145,8 +145,7 @@ def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, st
     model, trained = spec.transformer, stage_of_step(spec, step)
     saved = _Activations(spec, layout, device).saved(held, trained, 1)
     runs = trained.blocks_of(model, held)
-    mixes = any(backward_products(model, run.training, run.experts).attention for run in runs)
-    if not mixes:
+    if not any(backward_products(model, run.training, run.experts).attention for run in runs):
         return saved
     tables = _saved_table_bytes(spec, layout, held.start, held.blocks)
     return saved + tables + _saved_mask_bytes(spec, layout, device, held.start, held.blocks)
@@ -191,8 +190,7 @@ class _Activations:
 
     def per_token(self, training: BlockTraining, experts: bool) -> TokenActivations:
         """Return the activations per token of one block."""
-        found = self._known.get((training, experts))
-        if found is None:
+        if (found := self._known.get((training, experts))) is None:
             found = token_activations(self._model, self._kernels, experts=experts, training=training)
             self._known[training, experts] = found
         return found
@@ -241,8 +239,7 @@ def trained_stage_memory(
     spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage
 ) -> tuple[StageMemory, ...]:
     """Return the bytes on one rank of each pipeline stage while the run trains what ``trained`` states."""
-    size = _size_of_stage(spec, layout, device, trained, ENGINE_PROGRAM)
-    return tuple(map(size, stages_in(spec, layout)))
+    return tuple(map(_size_of_stage(spec, layout, device, trained, ENGINE_PROGRAM), stages_in(spec, layout)))
 
 
 def _known_states(
@@ -384,8 +381,7 @@ def _size_of_stage(
 
     def fixed_bytes(stage: Stage, alike: Stage) -> _FixedBytes:
         """Return the bytes that do not depend on the micro-batches in flight; equal stages have the same ``alike``."""
-        held = known.get(alike)
-        if held is None:
+        if (held := known.get(alike)) is None:
             held = known[alike] = _state_bytes(spec, layout, device, stage, trained, program)
         kept_weights = element * held.gathered if layout.activation_checkpointing == "none" else 0
         buffers = held.buffers.plus(kept_weights + element * held.dequantized)
@@ -401,8 +397,7 @@ def _size_of_stage(
         """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
         placed = bool(trained.runs) or bool(model.block_types)
         alike = stage._replace(position=0) if placed else stage._replace(position=0, start=0)
-        found = cache.get(alike)
-        if found is None:
+        if (found := cache.get(alike)) is None:
             found = cache[alike] = fixed_bytes(stage, alike)
         held, backward, buffers, kept_weights, gathered = found
         host = held.host

@@ -344,8 +344,7 @@ def framework_stage_memory(
     def size(stage: Stage) -> StageMemory:
         """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
         alike = stage._replace(position=0, start=stage.start if model.block_types else 0)
-        fixed = cache.get(alike)
-        if fixed is None:
+        if (fixed := cache.get(alike)) is None:
             fixed = cache[alike] = fixed_bytes(stage)
         states, per_micro_batch = fixed.states, fixed.per_micro_batch
         saved = per_micro_batch * chunks_in_flight(layout, stage.position) // layout.virtual_pipeline
@@ -389,8 +388,7 @@ def _working(block: BlockActivations, selective: Selective, layout: Layout) -> i
 
 def _reducer_bytes(spec: RunSpec, layout: Layout, profile: MemoryProfile, shard: Shard, per_rank: Architecture) -> int:
     """Return the bytes of gradient buckets, and under ZeRO-2 and 3 of gathered weights and unreduced gradients."""
-    shards = zero_shards(layout)
-    if shards == 1:
+    if zero_shards(layout) == 1:
         return 0
     buckets = profile.bucket * shard.parameters
     if layout.zero_stage < 2:

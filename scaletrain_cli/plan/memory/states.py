@@ -137,8 +137,7 @@ def saved_weight_bytes(spec: RunSpec, layout: Layout, stage: Stage) -> int:
 
     The matrices of the blocks have it, not routers, norms, embedding and head.
     """
-    stored = _STORED_BYTES.get(spec.training.weight_dtype)
-    if stored is None:
+    if (stored := _STORED_BYTES.get(spec.training.weight_dtype)) is None:
         return 0
     shards = (zero_shards(layout), expert_shards(spec, layout)) if layout.zero_stage == 3 else (1, 1)
     kinds = rank_architecture(spec, layout).kinds(stage.start, stage.blocks)
@@ -176,8 +175,7 @@ def moment_bytes_per_parameter(optimizer: str, state_dtype: str = "fp32") -> int
     """
     if optimizer in _MOMENT_BYTES:
         return _MOMENT_BYTES[optimizer] * _STATE_BYTES[state_dtype] // _FP32_BYTES
-    found = optimizer_extension(optimizer)
-    if found is None:
+    if (found := optimizer_extension(optimizer)) is None:
         raise LookupError(f"unknown optimizer: {optimizer}")
     return found.moment_bytes * _STATE_BYTES[state_dtype] // _FP32_BYTES
 

@@ -52,10 +52,7 @@ def price_quote(spec: RunSpec) -> Quote | None:
 
 
 def _quote(spec: RunSpec, device: Accelerator, spot: bool) -> Quote | None:
-    """Return the price of the spec, or that of the catalogue.
-
-    A single price in the spec is that of the run's market.
-    """
+    """Return the price of the spec, or that of the catalogue. A single price in the spec is of the run's market."""
     cluster = spec.cluster
     if spot and cluster.spot_price_per_gpu_hour != "auto":
         return Quote(cluster.spot_price_per_gpu_hour, _STATED)

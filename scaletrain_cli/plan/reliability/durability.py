@@ -200,8 +200,7 @@ def most_goodput(spec: RunSpec, device: Accelerator, size: int, step_seconds: fl
     behind = restart + save - blocked
     found = _most_share(blocked, behind, preemptions + failures)
     if save + step_seconds <= spec.cluster.grace_seconds:
-        noticed = _most_share(blocked, behind, failures) / (1 + preemptions * (restart + save))
-        found = max(found, noticed)
+        found = max(found, _most_share(blocked, behind, failures) / (1 + preemptions * (restart + save)))
     return min(1.0, found * _ROUNDING)
 
 

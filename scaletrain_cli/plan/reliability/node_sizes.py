@@ -147,5 +147,4 @@ def break_even(plans: Mapping[int, RunPlan]) -> Reason | None:
     fewest, most = min(plans), max(plans)
     rate = plans[most].time.step / plans[fewest].time.step
     seconds = plans[fewest].durability.restart_seconds + plans[fewest].durability.save_seconds / rate
-    params = {"fewest": fewest, "most": most, "rate": rate, "seconds": seconds}
-    return Reason("plan.range-break-even", params)
+    return Reason("plan.range-break-even", {"fewest": fewest, "most": most, "rate": rate, "seconds": seconds})

@@ -183,12 +183,14 @@ def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
     gpu_hours = plan.layout.world_size / 3600
     on_demand = plan.cost.on_demand
     wall = on_demand.wall_seconds if on_demand and on_demand.wall_seconds is not None else plan.time.to_train
+    needed = spec.cluster.nodes
+    fewer = Reason("plan.trace-of-fewer-nodes", {"most": most, "needed": needed})
     return TraceOutcome(
         name=trace.name,
         trace_days=trace.seconds / _DAY,
         repeats=spread([run.wall / trace.seconds for run in ended]).median,
-        nodes_needed=spec.cluster.nodes,
-        nodes_assumed=_assumed(spec.cluster.nodes, most),
+        nodes_needed=needed,
+        nodes_assumed=Reason("plan.trace-as-recorded") if needed <= most else fewer,
         starts=_STARTS,
         finished=len(ended),
         days=spread([run.wall / _DAY for run in ended]),
@@ -282,12 +284,6 @@ def spread(values: list[float]) -> Spread:
     last = len(ordered) - 1
     middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
     return Spread(median=middle, p10=ordered[round(0.1 * last)], p90=ordered[round(0.9 * last)])
-
-
-def _assumed(needed: int, most: int) -> Reason:
-    if needed <= most:
-        return Reason("plan.trace-as-recorded")
-    return Reason("plan.trace-of-fewer-nodes", {"most": most, "needed": needed})
 
 
 def _notes(spec: RunSpec, plan: RunPlan, trace: SpotTrace, most: int, longest: float) -> tuple[Reason, ...]:

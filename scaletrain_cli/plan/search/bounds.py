@@ -296,8 +296,7 @@ class Bounds:
         """Return (compute, exposed communication) seconds per micro-batch of a rank that holds all stages."""
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._alone_seconds:
-            layout = self._single_micro_batch(axes, 0, micro_batch, checkpointing, "none")
-            (time,) = self._times(layout, (_MANY,))
+            (time,) = self._times(self._single_micro_batch(axes, 0, micro_batch, checkpointing, "none"), (_MANY,))
             self._alone_seconds[key] = time.compute / _MANY, time.exposed_communication / _MANY
         return self._alone_seconds[key]
 
@@ -337,9 +336,8 @@ class Bounds:
         """Return a layout of one micro-batch, without a pipeline, with only the data parallelism that experts need."""
         data = -(-axes.expert // axes.sequence)
         alone = axes._replace(data=data, pipeline=1, virtual=1)
-        layout = build_layout(self.spec, alone, zero_stage, checkpointing, micro_batch, offload)
         return replace(
-            layout,
+            build_layout(self.spec, alone, zero_stage, checkpointing, micro_batch, offload),
             world_size=data * alone.model_parallel,
             gradient_accumulation_steps=1,
             global_batch_size=data * micro_batch,

@@ -72,8 +72,7 @@ def _parsed(option: str, text: str | None, parse: Callable[[Any], float]) -> flo
 
 
 def _invalid_limit(option: str, reason: Reason, text: str) -> UsageError:
-    problem = Problem.because(option, "", reason, text)
-    return UsageError(Reason("plan.invalid-limit", {"option": option}), (problem,))
+    return UsageError(Reason("plan.invalid-limit", {"option": option}), (Problem.because(option, "", reason, text),))
 
 
 OBJECTIVES = ("time", "cost", "gpus")

@@ -211,17 +211,16 @@ def first_pass(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | 
     for gpu in names if len(names) > 1 else ():
         if not any(each.row.seconds for each in found if each.gpu == gpu):
             # That with the best bound; if it does not fit, the next, up to _MOST_TRIES.
-            left = [place for place, each in enumerate(found) if each.gpu == gpu and each.row.least_seconds is not None]
-            ranks = {place: limits.rank(_with_bounds(found[place].row)) for place in left}
-            for place in sorted(left, key=ranks.__getitem__)[:_MOST_TRIES]:
+            ranks = {
+                place: limits.rank(replace(row, seconds=row.least_seconds, dollars=row.least_dollars))
+                for place, row in enumerate(each.row for each in found)
+                if found[place].gpu == gpu and row.least_seconds is not None
+            }
+            for place in sorted(ranks, key=ranks.__getitem__)[:_MOST_TRIES]:
                 found[place] = clusters.plan(found[place].row.nodes, gpu)
                 if found[place].row.seconds:
                     break
     return found
-
-
-def _with_bounds(row: Considered) -> Considered:
-    return replace(row, seconds=row.least_seconds, dollars=row.least_dollars)
 
 
 def within_limits(clusters: Clusters, limits: ClusterLimits, least: Sequence[Tried]) -> list[Tried]:
@@ -267,8 +266,7 @@ class _PlanToBoundRatios:
     def add(self, least: Tried, planned: Considered) -> None:
         """Add the ratio of a cluster, if it has a plan."""
         if planned.seconds and least.row.seconds:
-            ratio = math.log(planned.seconds / least.row.seconds)
-            self._known.append((least.gpu, math.log(planned.nodes), ratio))
+            self._known.append((least.gpu, math.log(planned.nodes), math.log(planned.seconds / least.row.seconds)))
 
     def most_promising(self, open_: Sequence[Tried], limits: ClusterLimits) -> Tried:
         """Return the cluster with the best estimate; with nothing known and the least cost wanted, the middle one.
@@ -311,8 +309,7 @@ def with_closest(clusters: Clusters, limits: ClusterLimits, found: Sequence[Trie
     for index in sorted(open_, key=lambda index: limits.least_miss(found[index].row)):
         row = found[index].row
         if limits.least_miss(row) < closest:
-            most = limits.seconds_within(row, closest)
-            closed[index] = clusters.plan(row.nodes, found[index].gpu, most)
+            closed[index] = clusters.plan(row.nodes, found[index].gpu, limits.seconds_within(row, closest))
             if closed[index].row.seconds:
                 closest = min(closest, limits.miss(closed[index].row))
     return closed
@@ -327,15 +324,13 @@ def refined(
     chances: list[_Chance] = []
     looked_at = 0
     for gpu in names if spec.cluster.traits.max_nodes != 1 else ():
-        of_gpu = [each for each in tried if each.gpu == gpu]
-        found, count = _chances(clusters, limits, of_gpu, best, fewest_nodes)
+        found, count = _chances(clusters, limits, [each for each in tried if each.gpu == gpu], best, fewest_nodes)
         chances += found
         looked_at += count
     planned: list[Tried] = []
     for chance in sorted(chances, key=lambda chance: chance.rank)[:_MOST_REFINED]:
         if best is None or chance.rank < limits.rank(best):
-            least = clusters.at_least(chance.nodes, chance.gpu)
-            found_here, best = _planned(clusters, limits, [least], best)
+            found_here, best = _planned(clusters, limits, [clusters.at_least(chance.nodes, chance.gpu)], best)
             planned += [each for each in found_here if each.row.least_seconds is None]
     return planned, looked_at - len(planned)
 
@@ -372,8 +367,7 @@ def _chances(
         least = clusters.at_least(nodes, nearest.gpu).row.seconds or math.inf
         if not math.isfinite(least):
             continue  # no layout divides
-        times = _BETTER * least / bound
-        row = _scaled(nearest.row, nodes, times)
+        row = _scaled(nearest.row, nodes, _BETTER * least / bound)
         if _could_win(limits, row, best):
             found.append(_Chance(limits.rank(row), nodes, nearest.gpu))
     return found, len(counts)

@@ -68,8 +68,7 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     """Yield a rule for each part of the layout, model and training settings that the engine cannot run."""
     for axis in AXES:
         if getattr(layout, axis) != 1 and axis not in ENGINE.axes:
-            runs = {"axes": ENGINE.axis_names}
-            yield Rule(f"layout.{axis}", getattr(layout, axis), "engine-axis", runs)
+            yield Rule(f"layout.{axis}", getattr(layout, axis), "engine-axis", {"axes": ENGINE.axis_names})
     workload = workload_of(spec.model)
     yield from workload.engine_rules(spec, layout.tensor_parallel, layout.context_parallel)
     yield from workload.engine_problems(spec)

@@ -317,11 +317,6 @@ class _Search:
             for _, point in sorted(self._bounded_out, key=lambda pair: pair[0])[:_MOST_TOO_LARGE]:
                 self.too_large.append(Sized(self._layout(point), self._memory(point)))
 
-    def _last_seconds(self) -> float:
-        """Return the bound on the step at which the search ends, as far as known: no layout above it is looked at."""
-        compared = self._best * SAME_TIME if self.timed >= self.fewest_sized else math.inf
-        return min(compared, self.most_seconds)
-
     @cached_property
     def _small_is_comfortable(self) -> bool:
         """Return whether a layout fits with a margin: the smallest of the groups with the lowest bounds are sized."""
@@ -344,9 +339,14 @@ class _Search:
         least = self._least_bytes(smallest)
         if least > self._most_bytes:
             self._bounded_out.append((least, smallest))
-            self._rule_out_group(group, least, smallest)
+            count, have = self._count(group), bytes_text(self.device.memory_bytes)
+            self._ruled_out += count
+            example = f"{describe(self._layout(smallest))}: needs {bytes_text(least)} of {have}"
+            self.counts.add(Reason("plan.never-fits"), example, count)
             return
-        mode, last = 0, self._last_seconds()
+        # The search ends at a step of ``last`` seconds, as far as known: no layout above it is looked at.
+        compared = self._best * SAME_TIME if self.timed >= self.fewest_sized else math.inf
+        mode, last = 0, min(compared, self.most_seconds)
         if not self.fewest_sized:
             larger = (smallest._replace(micro_batch=index) for index in range(len(sizes)))
             sizes = sizes[: sum(1 for _ in takewhile(self._may_fit, larger))]
@@ -439,12 +439,6 @@ class _Search:
             group.offload[point.offload],
             enough,
         )
-
-    def _rule_out_group(self, group: Group, needed: int, point: Point) -> None:
-        have, count = self.device.memory_bytes, self._count(group)
-        self._ruled_out += count
-        example = f"{describe(self._layout(point))}: needs {bytes_text(needed)} of {bytes_text(have)}"
-        self.counts.add(Reason("plan.never-fits"), example, count)
 
     def _count_the_rest(self, first: _Bounded | Point) -> None:
         """Count the layouts that are left in the queue when the search ends; ``first`` has the lowest bound of them."""

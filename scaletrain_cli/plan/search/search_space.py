@@ -33,8 +33,7 @@ class RejectionCounts:
         """Add ``count`` layouts, or degrees, to a reason; it keeps its first example, which may be a function."""
         if count:
             key = reason.code, tuple(reason.params.items())
-            known = self._found.get(key)
-            earlier, first = known or (0, example if isinstance(example, str) else example())
+            earlier, first = self._found.get(key) or (0, example if isinstance(example, str) else example())
             self._found[key] = earlier + count, first
 
     def rejections(self) -> tuple[Rejection, ...]:
@@ -83,8 +82,7 @@ def axes_to_try(
     for axes in _combinations(spec, degrees, counts, every=counted, worthwhile=early):
         if early is not None and not early(axes):
             continue
-        rule = next(broken_rules(spec, axes), None)
-        if rule is None:
+        if (rule := next(broken_rules(spec, axes), None)) is None:
             found.append(axes)
         elif counted:
             counts.add(rule.rejection, partial(_spelled, axes))
@@ -171,8 +169,7 @@ def degrees_to_try(spec: RunSpec, axis: str, counts: RejectionCounts) -> list[in
     pinned = getattr(spec.layout, axis)
     if pinned != "auto":
         return [int(pinned)]
-    possible = workload_of(spec.model).degrees(spec, axis)
-    if possible is None:
+    if (possible := workload_of(spec.model).degrees(spec, axis)) is None:
         return [1]
     if axis not in capabilities(spec).axes:
         further = possible.dividing[1:]

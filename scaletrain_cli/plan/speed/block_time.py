@@ -157,8 +157,7 @@ def _scan_seconds(model: ModelSpec, work: RankWork, rate: Rates) -> tuple[float,
     products: list[_Product] = [(1, tokens, hidden, projected), (1, tokens, inner, hidden)]
     flops = 0.0
     if mamba.dt_rank:
-        low = mamba.dt_rank + 2 * mamba.state_size
-        products += [(1, tokens, inner, low), (1, tokens, mamba.dt_rank, inner)]
+        products += [(1, tokens, inner, mamba.dt_rank + 2 * mamba.state_size), (1, tokens, mamba.dt_rank, inner)]
     else:
         chunk, state = mamba.chunk_size, mamba.state_size
         flops = 1.0 * tokens * (chunk * (state * -(-mamba.groups // t) + inner) + 4 * inner * state)
@@ -180,8 +179,7 @@ def _adapter_seconds(
     """
     forward = backward = 0.0
     for layer in block_graph(model, experts).linears if training.adapters else ():
-        rank = training.rank(layer.name)
-        if not rank:
+        if not (rank := training.rank(layer.name)):
             continue
         by_rows = layer.name.endswith(_SHARDED_INPUTS)
         inputs = -(-layer.inputs // work.tensor) if by_rows else layer.inputs
@@ -225,8 +223,7 @@ def embedding_time(model: ModelSpec, work: RankWork, rate: Rates, trained: bool 
     """Return the seconds of the embedding lookup, and of summing its gradients into the full table if it trains."""
     rows = 1.0 * work.tokens * model.hidden_size * rate.element_bytes
     table = -(-model.vocab_size // work.tensor) * model.hidden_size * rate.element_bytes
-    backward = memory_seconds(3 * rows + table, 5, rate) if trained else 0.0
-    return PartTime(memory_seconds(3 * rows, 3, rate), backward)
+    return PartTime(memory_seconds(3 * rows, 3, rate), memory_seconds(3 * rows + table, 5, rate) if trained else 0.0)
 
 
 _Product = tuple[int, int, int, int]  # number of such products, and (rows x inner) by (inner x columns)

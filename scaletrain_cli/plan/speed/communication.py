@@ -78,8 +78,7 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkP
     experts = 0.0
     if model.num_experts and ep > 1:
         routed = payload * model.num_experts_per_tok / (t if framework_of(spec).shards_norms(spec, layout) else 1)
-        copies = model.num_experts_per_tok if profile.sends_once_per_node else 1
-        experts = 2 * link.exchange(routed, ep, t, copies)
+        experts = 2 * link.exchange(routed, ep, t, model.num_experts_per_tok if profile.sends_once_per_node else 1)
     return BlockTraffic(forward, backward, experts)
 
 
@@ -181,8 +180,7 @@ def tied_seconds(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkPr
     model, p = spec.transformer, layout.pipeline_parallel
     if p == 1 or not model.tie_word_embeddings:
         return 0.0
-    size = table * _gradient_bytes(spec, profile)
-    return link.reduce(size, 2, layout.world_size // p * (p - 1))
+    return link.reduce(table * _gradient_bytes(spec, profile), 2, layout.world_size // p * (p - 1))
 
 
 def boundary_seconds(spec: RunSpec, layout: Layout, link: Link) -> float:

@@ -31,8 +31,7 @@ def recomputed_forwards(spec: RunSpec, layout: Layout) -> float:
         kind = framework_of(spec).selective(spec)
         if kind != "blocks":
             return {"attention core": 0.0, "operations": _OPERATIONS, "attention module": 0.5}[kind]
-    every = framework_of(spec).selective_every(spec)
-    return Recomputation(mode, "block", every).blocks(layers) / layers
+    return Recomputation(mode, "block", framework_of(spec).selective_every(spec)).blocks(layers) / layers
 
 
 def recompute_seconds(spec: RunSpec, layout: Layout, part: PartTime) -> float:

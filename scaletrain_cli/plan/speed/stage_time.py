@@ -81,8 +81,7 @@ class MicroBatchTime:
 
         The host launches about twice as many kernels backward as forward, so backward has two thirds of the waiting.
         """
-        compute = self.forward + self.backward + self.recompute
-        waiting = max(0.0, self.seconds - self.communication - compute)
+        waiting = max(0.0, self.seconds - self.communication - (self.forward + self.backward + self.recompute))
         return self.forward + waiting / 3, self.backward + self.recompute + 2 * waiting / 3
 
     def _with(self, host: float) -> float:

@@ -202,14 +202,13 @@ def _step_of_stage(micro_batch: _MicroBatch) -> _StepOfStage:
     given = spec.cluster.storage_bandwidth
     size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
     read = size * layout.global_batch_size * (spec.units_per_sample + 1) / spec.cluster.nodes
-    waited = max(0.0, read / (_STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)) - step)
     return _StepOfStage(
         step=step,
         compute=compute,
         communication=communication,
         bubble=schedule.bubble,
         optimizer=optimizer,
-        waited=waited,
+        waited=max(0.0, read / (_STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)) - step),
         stalled=stalled,
         stall_chance=chance,
         place=schedule.slowest,

@@ -83,8 +83,7 @@ def loss_seconds(spec: RunSpec, whole: VisionNetwork, layout: Layout, rate: Rate
 
     The matrix of logits is computed forward and again backward, with two products for the gradients.
     """
-    width = feature_width(spec, whole)
-    if not width:
+    if not (width := feature_width(spec, whole)):
         return 0.0
     steps, samples = layout.gradient_accumulation_steps, layout.micro_batch_size
     if not framework_of(spec).is_engine:

@@ -47,8 +47,7 @@ def stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stag
     """Return the bytes of a rank while the run trains what ``stage`` states (None: everything); all ranks are alike."""
     whole = trained_network(planned_network(spec, device), vision_model(spec), stage)
     element, (every, largest) = weight_bytes(spec.training.precision), parameter_counts(vision_model(spec))
-    images = layout.micro_batch_size * views(spec)
-    held = activation_bytes(whole, images, element, layout.activation_checkpointing)
+    held = activation_bytes(whole, layout.micro_batch_size * views(spec), element, layout.activation_checkpointing)
     logits = loss_bytes(spec, whole, layout, element)
     if autocasts(spec):
         # Weights are fp32; autocast caches their 16-bit copies from forward to backward (torch/amp, weight cache).

@@ -34,9 +34,8 @@ def resnet(model: ResNetSpec) -> VisionNetwork:
     """Return a ResNet: the 7 x 7 stem with its pooling, the stages, and the classifier."""
     width, side, last = model.embedding_size, _halved(model.image_size), model.memory_format == "channels_last"
     pooled = _halved(side)
-    image = Operation(kept=model.num_channels * model.image_size**2)
     stem = (
-        image,
+        Operation(kept=model.num_channels * model.image_size**2),
         convolution(model.num_channels, width, 7, model.image_size**2, side**2, channels_last=last, of_images=True),
         batch_norm(width, side**2),
         activation(width * side**2),
@@ -61,8 +60,7 @@ def resnet(model: ResNetSpec) -> VisionNetwork:
 def _conv_norm(
     channels: int, features: int, kernel: int, pixels: int, out: int, last: bool
 ) -> tuple[Operation, Operation]:
-    dense = convolution(channels, features, kernel, pixels, out, channels_last=last)
-    return dense, batch_norm(features, out)
+    return convolution(channels, features, kernel, pixels, out, channels_last=last), batch_norm(features, out)
 
 
 def _bottleneck(channels: int, features: int, side: int, out: int, last: bool) -> tuple[Operation, ...]:
@@ -123,8 +121,7 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
             blocks.append(Block(layer, depth, size, "block", number))
         else:  # no later operation saves the last residual sum
             blocks += [Block(layer, depth - 1, size, "block", number)] if depth > 1 else []
-            last = (*layer[:-1], replace(layer[-1], kept=0))
-            blocks.append(Block(last, 1, size, "block", number + depth - 1))
+            blocks.append(Block((*layer[:-1], replace(layer[-1], kept=0)), 1, size, "block", number + depth - 1))
         channels, number = features, number + depth
     head = (mean_pool(channels, side**2), layer_norm(channels, 1), linear(1, channels, model.num_labels, kept=False))
     blocks.append(Block(head, place="closing"))

@@ -91,8 +91,7 @@ def _statistics(norm: str, shape: tuple[int, ...]) -> Iterator[Buffer]:
 def _resnet(model: ResNetSpec) -> Iterator[Parameter]:
     total = sum(model.depths)
     opening = _Place("opening", None, total + 1)
-    stem = "resnet.embedder.embedder"
-    yield from _conv_norm(stem, model.num_channels, model.embedding_size, 7, opening)
+    yield from _conv_norm("resnet.embedder.embedder", model.num_channels, model.embedding_size, 7, opening)
     channels, number = model.embedding_size, 0
     for stage, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
         for layer in range(depth):
@@ -167,8 +166,7 @@ def _llava(model: LlavaSpec) -> Iterator[Parameter]:
     """
     layers = model.text_config.num_hidden_layers
     depth, path = model.tower_depth, "vision_tower.vision_model"
-    skipped = model.vision_config.num_hidden_layers - depth
-    for each in vision_tower(model.vision_config, path, layers + 1 - skipped):
+    for each in vision_tower(model.vision_config, path, layers + 1 - (model.vision_config.num_hidden_layers - depth)):
         unused = each.place == "closing" or (each.block is not None and each.block >= depth)
         yield each._replace(below=max(0, each.below or 0), trains=not unused)
     at, hidden = _Place("closing", None, layers + 1, "image"), model.text_config.hidden_size
@@ -184,8 +182,7 @@ def _clip(model: ClipSpec) -> Iterator[Parameter]:
     yield from _text_tower(text, "text_model")
     yield from vision_tower(image, "vision_model", 0)
     for name, tower, size in (("visual", "image", image.hidden_size), ("text", "text", text.hidden_size)):
-        at = _HEAD._replace(tower=tower)
-        yield from _linear(f"{name}_projection", size, model.projection_dim, at, bias=False)
+        yield from _linear(f"{name}_projection", size, model.projection_dim, _HEAD._replace(tower=tower), bias=False)
 
 
 def _text_tower(tower: ClipTextSpec, path: str) -> Iterator[Parameter]:

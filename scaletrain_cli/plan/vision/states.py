@@ -85,8 +85,7 @@ def vision_states(spec: RunSpec, layout: Layout, stage: Stage | None = None, rep
     ``stage``: what trains, by default the stage that trains most; ``replica``: a data-parallel rank, by default the
     fullest. Buffers count as weights: BatchNorm's statistics are whole on every rank, in fp32, in every ZeRO stage.
     """
-    tensors = trained_tensors(spec, stage)
-    states = states_of_tensors(spec, layout, tensors, replica)[0]
+    states = states_of_tensors(spec, layout, trained_tensors(spec, stage), replica)[0]
     assert not isinstance(spec.model, ModelSpec)
     buffers = vision_buffers(spec.model)
     # Running statistics are averaged as the weights are; counters are not.
@@ -137,8 +136,7 @@ def _named(model: AnyModel, found: SameObject[Stage]) -> StageTensors:
             groups.setdefault(key, []).append(parameter)
         else:
             frozen.append(parameter)
-    trained = tuple(_group(members) for members in groups.values())
-    return StageTensors(trained, (_group(frozen),) if frozen else ())
+    return StageTensors(tuple(_group(members) for members in groups.values()), (_group(frozen),) if frozen else ())
 
 
 def _group(members: list[Parameter]) -> SharedGroup:

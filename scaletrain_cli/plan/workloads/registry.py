@@ -12,9 +12,7 @@ _TEXT = TextWorkload()
 
 def workload_of(model: AnyModel) -> Workload:
     """Return the workload object for this kind of model."""
-    if isinstance(model, ModelSpec):
-        return _TEXT
-    return _vision(isinstance(model, LlavaSpec))
+    return _TEXT if isinstance(model, ModelSpec) else _vision(isinstance(model, LlavaSpec))
 
 
 @cache

@@ -182,8 +182,7 @@ class TextWorkload(Workload):
         if not found:
             return None
         stage = max(found, key=lambda stage: stage.blocks)
-        split = framework.pipeline_split(spec, axes.pipeline)
-        held = stage_parameters(per_rank, split, stage.position, stage.start)
+        held = stage_parameters(per_rank, framework.pipeline_split(spec, axes.pipeline), stage.position, stage.start)
         return FullStage(stage, held / per_rank.parameters, alike)
 
     def block_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
@@ -390,8 +389,7 @@ class TextWorkload(Workload):
             yield Reason("plan.attention-dropout", {"attention_dropout": model.attention_dropout})
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
-        element = weight_bytes(spec.training.precision)
-        yield Reason("plan.assumes-text-activations", {"element_bytes": element})
+        yield Reason("plan.assumes-text-activations", {"element_bytes": weight_bytes(spec.training.precision)})
         yield Reason("plan.assumes-logits", {"bytes_per_entry": framework.logit_bytes})
         yield Reason("plan.assumes-text-flops")
         if spec.transformer.block_types:
@@ -399,8 +397,7 @@ class TextWorkload(Workload):
         tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
         yield Reason("plan.assumes-text-data", {"tokens": tokens, "per_parameter": tokens / max(1, parameters)})
         if spec.training.objective == "dpo":
-            known = pair_count(spec)
-            if known is None:
+            if (known := pair_count(spec)) is None:
                 yield Reason("plan.assumes-pairs-of-steps")
             else:
                 yield Reason("plan.assumes-counted-pairs" if known[1] else "plan.assumes-estimated-pairs")

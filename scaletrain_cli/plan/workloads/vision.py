@@ -265,8 +265,7 @@ class LlavaWorkload(ImageWorkload):
         return framework.cross_entropy(text, tokens * text.units_per_sample, tensor_parallel, device_bytes)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        text = language_spec(spec)
-        for rule in TextWorkload().engine_problems(text):
+        for rule in TextWorkload().engine_problems(language_spec(spec)):
             key = rule.key
             yield replace(rule, key=f"model.text_config.{key[6:]}" if key.startswith("model.") else key)
         yield from super().engine_problems(spec)
