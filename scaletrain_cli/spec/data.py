@@ -11,13 +11,7 @@ from pydantic import Field, model_validator
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec.corpus_files import (
-    EMBEDDED,
-    ENDS_OF_TEXT,
-    PYTHON_DOCSTRINGS,
-    PYTHON_STDLIB,
-    format_by_name,
-)
+from scaletrain_cli.spec.corpus_files import EMBEDDED, ENDS_OF_TEXT, PYTHON_DOCSTRINGS, PYTHON_STDLIB, format_by_name
 from scaletrain_cli.spec.hub_paths import DataPath, ModelPath
 from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.losses import LOSSES_OF

@@ -50,8 +50,7 @@ class ModelFamilyExtension:
 @functools.cache
 def optimizer_extension(name: str) -> OptimizerExtension | None:
     """Return the optimizer of another package; None for an unknown name. Raises PluginError."""
-    plugin = plugins(OPTIMIZERS).get(name)
-    if plugin is None:
+    if (plugin := plugins(OPTIMIZERS).get(name)) is None:
         return None
     found = plugin.load(OptimizerExtension)
     if not (isinstance(found.moment_bytes, int) and found.moment_bytes >= 0):
@@ -62,8 +61,7 @@ def optimizer_extension(name: str) -> OptimizerExtension | None:
 @functools.cache
 def model_family_extension(name: str) -> ModelFamilyExtension | None:
     """Return the model family of another package; None for an unknown name. Raises PluginError."""
-    plugin = plugins(MODEL_FAMILIES).get(name)
-    if plugin is None:
+    if (plugin := plugins(MODEL_FAMILIES).get(name)) is None:
         return None
     found = plugin.load(ModelFamilyExtension)
     if found.base not in BUILT_IN_FAMILIES:

@@ -195,8 +195,7 @@ def selected_files(use: HubUse, listing: Listing, read: Callable[[HubFile], Path
 
 
 def _required(listing: Listing, path: str) -> HubFile:
-    file = listing.find(path)
-    if file is None:
+    if (file := listing.find(path)) is None:
         params = {"repo": listing.reference.repo, "revision": listing.reference.revision, "path": path}
         raise HubError(Reason("hub.no-file", params))
     return file
@@ -276,8 +275,7 @@ def source_files_of(use: HubUse, listing: Listing, left_out: Counter[str]) -> tu
         found, formats = [f for f in listing.files if f.path in chosen], suffixes_of(named)
     if not found:
         shown = f" {path}" if path else ""
-        params = {"place": reference.place, "path": shown, "formats": formats}
-        raise HubError(Reason("hub.no-source", params))
+        raise HubError(Reason("hub.no-source", {"place": reference.place, "path": shown, "formats": formats}))
     if in_folder and use.one_split:
         # Rows may name images of any folder.
         rows = [f.path for f in found if kind_of(Path(f.path)) not in IMAGE_SUFFIXES]

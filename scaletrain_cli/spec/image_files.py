@@ -58,8 +58,7 @@ def _expanded(path: str) -> Iterator[str]:
 
 def _values(text: str) -> Iterator[str] | None:
     """Return the values of the text between braces; None if it is a part of a name."""
-    numbers = _NUMBERS.fullmatch(text)
-    if numbers is not None:
+    if (numbers := _NUMBERS.fullmatch(text)) is not None:
         first, last = int(numbers[1]), int(numbers[2])
         padded = any(each[0] == "0" and len(each) > 1 for each in numbers.groups())
         width = max(map(len, numbers.groups())) if padded else 0

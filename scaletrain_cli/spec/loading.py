@@ -71,8 +71,7 @@ def spec_text(path: Path) -> bytes:
         if isinstance(error, UnicodeDecodeError):
             reason = "it is not UTF-8 text"
         hint = "Give the path of a YAML file; `scaletrain init` writes one."
-        message = f"cannot read the run spec {shown(name)}: {reason}."
-        raise SpecError(message, remedy=hint, file=name) from error
+        raise SpecError(f"cannot read the run spec {shown(name)}: {reason}.", remedy=hint, file=name) from error
     return data
 
 
@@ -96,20 +95,14 @@ def _read_file(path: Path) -> bytes:
 
 @lru_cache(maxsize=1)
 def _read_stdin(stream: TextIO) -> bytes:
-    """Return the content of standard input, cached: it can be read once, and variants of a comparison need it several
-    times.
-    """
+    """Return the content of standard input, cached: it can be read once, and a comparison needs it several times."""
     buffer = getattr(stream, "buffer", None)
     return buffer.read(_LARGEST_FILE_BYTES + 1) if buffer else stream.read(_LARGEST_FILE_BYTES + 1).encode()
 
 
 def load_cluster(name: str | None = None) -> ClusterSpec | None:
-    """Return the cluster section from the user's named or default cluster; None without one.
-
-    Raises SpecError or UsageError.
-    """
-    chosen = choose_cluster(name)
-    if chosen is None:
+    """Return the section of the user's named or default cluster; None without one. Raises SpecError, UsageError."""
+    if (chosen := choose_cluster(name)) is None:
         return None
     raw: dict[str, Any] = {}
     source = Source(chosen.source.file)
@@ -211,8 +204,7 @@ def count_in_steps(spec: RunSpec, steps: int) -> RunSpec:
         else source.model_copy(update={"epochs": float(Fraction(repr(source.epochs)) * epochs)})
         for source in spec.data.sources
     )
-    data = spec.data.model_copy(update={"sources": sources})
-    return spec.model_copy(update={"training": training, "data": data})
+    return spec.model_copy(update={"training": training, "data": spec.data.model_copy(update={"sources": sources})})
 
 
 def _apply(raw: dict[str, Any], overrides: Sequence[str], source: Source) -> list[Problem]:
@@ -385,8 +377,7 @@ def complete(
         if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
             raise SourceError("must be the path of a Hugging Face config.json, or hf://org/name@revision")
         given = merged(_of_config(_config_path(model["hf_config"], base_dir, environment), ignored), given)
-    preset = model.get("preset")
-    if preset is not None:
+    if (preset := model.get("preset")) is not None:
         known = presets() | vision_presets()
         name = hub_presets().get(preset, preset) if isinstance(preset, str) else None
         if name not in known:

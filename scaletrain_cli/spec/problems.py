@@ -187,9 +187,7 @@ def comma(names: list[str]) -> str:
 
 
 def known_keys(key: Key) -> list[str]:
-    """Return the keys allowed at a location in pydantic's form, with ``schema`` and ``async`` under their names in the
-    file.
-    """
+    """Return the keys allowed at a location in pydantic's form; ``schema`` and ``async`` by their names in the file."""
     model: Any = RunSpec
     annotation: Any = None
     parts = iter(key)

@@ -190,11 +190,6 @@ def _alpaca_prompt(row: _RowReader) -> list[Message]:
     return [*messages, {"role": "user", "content": "\n\n".join(parts)}]
 
 
-def _prompt_completion(row: _RowReader) -> Example:
-    prompt = _text_or_messages(row, row.fields.prompt)
-    return _answer(row, prompt, _text_or_messages(row, row.fields.completion), row.fields.completion)
-
-
 def _preference(row: _RowReader) -> Example:
     columns = (row.fields.chosen, row.fields.rejected)
     answers = [_text_or_messages(row, column) for column in columns]
@@ -317,6 +312,11 @@ _PARSERS: dict[str, Callable[[_RowReader], Example]] = {
     "messages": lambda row: _conversation(row.system(row.messages(row.fields.messages)), row),
     "sharegpt": lambda row: _conversation(row.system(row.messages(row.fields.conversations)), row),
     "alpaca": _alpaca,
-    "prompt_completion": _prompt_completion,
+    "prompt_completion": lambda row: _answer(
+        row,
+        _text_or_messages(row, row.fields.prompt),
+        _text_or_messages(row, row.fields.completion),
+        row.fields.completion,
+    ),
     "preference": _preference,
 }

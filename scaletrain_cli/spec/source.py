@@ -99,8 +99,7 @@ def parse_yaml(text: str, source: Source) -> dict[str, Any]:
         raise SpecError(
             f"{source.file} is not a run spec", (Problem(Place(source.file, 1), "", "is nested too deeply."),)
         )
-    tree = _load(text, source.file)
-    plain = _plain(tree, (), source)
+    plain = _plain(_load(text, source.file), (), source)
     if not isinstance(plain, dict):
         hint = "Start with `schema: scaletrain/v1`; `scaletrain init` writes a complete example."
         raise SpecError(f"{source.file}: a run spec is a mapping of sections.", remedy=hint, file=source.file)
@@ -247,8 +246,7 @@ def _plain(node: Any, key: Key, source: Source) -> Any:
                 source.places[inner] = Place(source.file, lines[index][0] + 1)
         return [_plain(value, (*key, index), source) for index, value in enumerate(node)]
     if isinstance(node, bytes):
-        dotted = ".".join(map(str, key))
-        problem = Problem(source.place(key), dotted, "is binary (!!binary), and must be text.")
+        problem = Problem(source.place(key), ".".join(map(str, key)), "is binary (!!binary), and must be text.")
         raise SpecError(f"{source.file} is not a run spec", (problem,))
     from ruamel.yaml.scalarbool import ScalarBoolean
 

@@ -39,8 +39,7 @@ class TrackingSpec(OpenSection):
             return value
         named: dict[str, Any] = {}
         for item in value:
-            found = _item(item)
-            if found is None:
+            if (found := _item(item)) is None:
                 raise PydanticCustomError("tracker_form", _FORM)
             if found[0] in named:
                 raise PydanticCustomError(

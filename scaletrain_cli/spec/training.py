@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from scaletrain_cli.plugins import OPTIMIZERS
+from scaletrain_cli.spec.adapter import Targets
 from scaletrain_cli.spec.extensions import BUILT_IN_OPTIMIZERS, optimizer_extension, or_plugin
 from scaletrain_cli.spec.losses import LOSSES_OF, LossSpec
 from scaletrain_cli.spec.quantities import (
@@ -260,12 +261,7 @@ class TrainableGroup(Section):
     ``match``: shell patterns over Hugging Face parameter names; ``*`` also matches dots.
     """
 
-    match: Annotated[
-        tuple[Text, ...],
-        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-        Field(min_length=1, max_length=1000),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
-    ]
+    match: Targets
     lr: Positive | None = Field(default=None, description="peak learning rate; null: optimizer.lr")
     weight_decay: NonNegative | None = Field(
         default=None, description="of the group's matrices; null: optimizer.weight_decay"

@@ -83,8 +83,7 @@ def read_headers(path: Path) -> dict[str, Header]:
     """
     with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
-        length = header_bytes(beginning := file.read(8), size)
-        if length is None:
+        if (length := header_bytes(beginning := file.read(8), size)) is None:
             beginning += file.read(len(LFS_POINTER) - 8)
             raise DamagedHeaderError(path.name, is_pointer=beginning == LFS_POINTER.encode())
         return parsed_headers(str(path), file.read(length), size)
@@ -212,8 +211,7 @@ class ExpertPlace(NamedTuple):
 
 def expert_place(name: str, shape: Shape, experts: int) -> ExpertPlace | None:
     """Return the place of an expert's parameter with this name and whole shape; None for all other parameters."""
-    found = _EXPERT.fullmatch(name)
-    if found is None:
+    if (found := _EXPERT.fullmatch(name)) is None:
         return None
     joined, is_bias = found["matrix"] in _GATES, found["kind"] == "bias"
     first, step = (_GATES[found["matrix"]], 2) if joined else (0, 1)
