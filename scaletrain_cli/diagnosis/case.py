@@ -339,10 +339,9 @@ def recent(case: Case, series: Series, column: str) -> list[float]:
     """
     pauses = () if series.subject.startswith("rank") else case.pauses
     first = min((step for step in series.steps if step > 0), default=0)
-    rows = zip(series.times, series.steps, series.mean.get(column, ()), strict=False)
     kept = [
         value
-        for time, step, value in rows
+        for time, step, value in zip(series.times, series.steps, series.mean.get(column, ()), strict=False)
         if value == value and step > first + _STARTING_STEPS and not any(begin <= time <= end for begin, end in pauses)
     ]
     return kept[-_RECENT_ROWS:]

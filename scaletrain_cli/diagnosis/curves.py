@@ -99,8 +99,7 @@ def swing(values: Sequence[float], periods: int) -> Swing | None:
     Periods of at least six places, of which the values have ``periods``.
     """
     longest = len(values) // periods
-    halves = range(3, longest // 2 + 1)
-    if not halves:
+    if not (halves := range(3, longest // 2 + 1)):
         return None
     half = min(halves, key=lambda lag: autocorrelation(values, lag))
     return Swing(2 * half, autocorrelation(values, half), autocorrelation(values, 2 * half))

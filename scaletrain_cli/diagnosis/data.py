@@ -83,8 +83,7 @@ def validation_above_training(case: Case) -> Iterator[Finding]:
         return
     gaps = []
     for validation in validations[-_GAP_VALIDATIONS:]:
-        training = _training_at(case, validation.step)
-        if training is None:
+        if (training := _training_at(case, validation.step)) is None:
             return
         gaps.append((validation.loss - training, training))
     if any(gap < max(_GAP_SHARE * abs(training), _GAP_NATS) for gap, training in gaps):

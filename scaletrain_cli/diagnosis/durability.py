@@ -83,8 +83,7 @@ def interval(case: Case) -> Iterator[Finding]:
         Reason("diagnosis.cause-long-interval" if steps > best else "diagnosis.cause-short-interval"),
         case.change("checkpoint.every", best),
     )
-    code = Reason("diagnosis.checkpoint-interval", evidence)
-    yield Finding(code, severity, "medium", (cause,))
+    yield Finding(Reason("diagnosis.checkpoint-interval", evidence), severity, "medium", (cause,))
 
 
 def restarts(case: Case) -> Iterator[Finding]:

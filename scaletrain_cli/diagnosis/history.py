@@ -200,8 +200,7 @@ def _history(by_step: Mapping[int, dict[str, Any]], is_whole: bool, size: int) -
 
 
 def _validation(step: int, row: Mapping[str, Any]) -> Validation | None:
-    loss = number_in(row.get(VALIDATION_LOSS))
-    if loss is None:
+    if (loss := number_in(row.get(VALIDATION_LOSS))) is None:
         return None
     prefix = f"{VALIDATION_LOSS}/"
     sources = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}

@@ -121,8 +121,7 @@ class Rehearsal:
 
     def with_items(self, items: Sequence[Item]) -> Rehearsal:
         """Return the rehearsal with further items, or with newer verdicts on those that it has."""
-        newer = {item.name: item for item in items}
-        kept = {item.name: item for item in self.items} | newer
+        kept = {item.name: item for item in self.items} | {item.name: item for item in items}
         order = [name for name in ITEMS if name in kept] + [name for name in kept if name not in ITEMS]
         return replace(self, items=tuple(kept[name] for name in order))
 

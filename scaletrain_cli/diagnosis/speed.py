@@ -59,8 +59,7 @@ def few_workers(case: Case, workers: int) -> Cause:
 
 def slow_storage(case: Case) -> Cause:
     """Return the cause that the storage is slow, against which reading further ahead helps."""
-    prefetch = case.spec.data.loader.prefetch
-    return case.cause("diagnosis.cause-slow-storage", "data.loader.prefetch", prefetch=prefetch)
+    return case.cause("diagnosis.cause-slow-storage", "data.loader.prefetch", prefetch=case.spec.data.loader.prefetch)
 
 
 def slow_rank(case: Case) -> Iterator[Finding]:
@@ -98,8 +97,7 @@ def slower_than_plan(case: Case) -> Iterator[Finding]:
     measured, planned = recent_steps_seconds(case), planned_step_seconds(case)
     if case.on_cpu or measured is None or planned <= 0 or measured <= _SLOWER * planned:
         return
-    rows = recent_steps(case)
-    waits = [row.data_wait for row in rows if row.data_wait == row.data_wait]
+    waits = [row.data_wait for row in recent_steps(case) if row.data_wait == row.data_wait]
     excess = measured - planned
     waited = max(0.0, (median(waits) if waits else 0.0) - case.plan.time.data_wait)
     straggling = next((f.reason.params for f in slow_rank(case)), None)

@@ -71,8 +71,7 @@ class Chart:
 
 def draw(chart: Chart, span: Span) -> str:
     """Return the figure; empty if no line has a value."""
-    scale = _scale(chart)
-    if scale is None:
+    if (scale := _scale(chart)) is None:
         return ""
     steps = _plot(chart, scale, span, "step")
     times = _plot(chart, scale, span, "time") if span.seconds > 0 else ""
@@ -179,8 +178,7 @@ def _plot(chart: Chart, scale: _Scale, span: Span, axis: Axis) -> str:
             title = f"{text}: {value_text(value, chart.unit)}"
             parts.append(f'<path class="level" d="M0 {_y(scale, value)}H{WIDTH}"><title>{safe(title)}</title></path>')
     for line in chart.lines:
-        places = _x_positions(line, span, axis)
-        parts += _line_paths(line, places, scale, breaks=axis == "time")
+        parts += _line_paths(line, _x_positions(line, span, axis), scale, breaks=axis == "time")
     name = f"{chart.title} over {'steps' if axis == 'step' else 'time'}"
     cut = _cut_marks(chart, scale, span, axis)
     return (
@@ -251,8 +249,7 @@ def _band(run: Sequence[_Point], scale: _Scale) -> str:
 def _mark_lines(marks: Sequence[Mapping[str, Any]], span: Span, axis: Axis) -> Iterator[str]:
     saves = []
     for mark in marks:
-        x = mark_place(mark, span, axis)
-        if x is None:
+        if (x := mark_place(mark, span, axis)) is None:
             continue
         at = round(WIDTH * x)
         if mark["kind"] == "checkpoint":
@@ -308,10 +305,9 @@ def _cut_marks(chart: Chart, scale: _Scale, span: Span, axis: Axis) -> str:
     found: list[tuple[float, float, str]] = []
     for line in chart.lines:
         places = _x_positions(line, span, axis)
-        tops = line.high or line.values
         beyond = [
             (top, x)
-            for top, x in zip(tops, places, strict=True)
+            for top, x in zip(line.high or line.values, places, strict=True)
             if top is not None and x is not None and top > scale.high
         ]
         if beyond:

@@ -155,13 +155,12 @@ def _marks(events: Sequence[Mapping[str, Any]], diagnosis: Diagnosis) -> list[di
     for number, finding in enumerate(diagnosis.findings, 1):
         step = finding.reason.params.get("step")
         if isinstance(step, int):
-            text = f"{finding.severity} {number}: {finding.reason}"
             marks.append(
                 {
                     "kind": "finding",
                     "step": step,
                     "time": None,
-                    "text": text,
+                    "text": f"{finding.severity} {number}: {finding.reason}",
                     "severity": finding.severity,
                     "number": number,
                 }
@@ -318,10 +317,9 @@ def without_secrets(override: str) -> str:
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the keys with another value, each with both; None where a side lacks the key."""
-    keys = dict.fromkeys([*before, *after])
     return [
         {"key": key, "before": before.get(key), "after": after.get(key)}
-        for key in keys
+        for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key)
     ]
 

@@ -25,9 +25,8 @@ def chart_figures(run: Mapping[str, Any], span: Span | None, tables: list[dict[s
     """
     if span is None:
         return []
-    kept = run["curves"]["kept"]
     number = len(tables)
-    tables.append(_table(kept))
+    tables.append(_table(run["curves"]["kept"]))
     tables.append(_validation_table(run["curves"]["validations"]))
     return [figure for chart in _charts(run, number) if (figure := draw(chart, span))]
 

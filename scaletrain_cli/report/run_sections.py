@@ -146,10 +146,9 @@ def _verdict(run: Mapping[str, Any]) -> str:
 
 
 def _no_findings(run: Mapping[str, Any]) -> str:
-    diagnosis = run["diagnosis"]
     if not run["status"]["files_seen"]:
         return "not seen"
-    return "no findings" if diagnosis["measured_steps"] else "no step to diagnose"
+    return "no findings" if run["diagnosis"]["measured_steps"] else "no step to diagnose"
 
 
 def _tiles(run: Mapping[str, Any], share: float) -> Iterator[tuple[str, str, str, str]]:

@@ -135,8 +135,7 @@ class GuardedTracker:
                 self._serve(tracker, position, pending)
                 return
             except Exception as error:
-                message = f"{type(error).__name__}: {error}"[:500]
-                params = {"tracker": self.name, "message": message}
+                params = {"tracker": self.name, "message": f"{type(error).__name__}: {error}"[:500]}
                 if isinstance(error, ImportError | LookupError) and doing == "start":
                     self._turn_off(Reason("tracking.not-installed", params))
                 elif not self._down:
@@ -150,8 +149,7 @@ class GuardedTracker:
 
     def _started(self, position: _Position) -> Tracker[Any]:
         tracker = self._make()
-        held = tracker.start(self._run)
-        if held is not None:
+        if (held := tracker.start(self._run)) is not None:
             position.steps = dict(held)
         if tracker.rewinds:
             tracker.rewind(position.last_step)

@@ -49,8 +49,7 @@ class MlflowTracker(Tracker[MlflowOptions]):
         if given is None and not _holds_a_run(database):
             _create_database(library, database)
         self._client: Any = library.MlflowClient(tracking_uri=given or f"sqlite:///{database}")
-        artifacts = None if given else (run.folder.absolute() / "mlflow-artifacts").as_uri()
-        experiment = self._experiment(artifacts)
+        experiment = self._experiment(None if given else (run.folder.absolute() / "mlflow-artifacts").as_uri())
         found = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{run.tracking_id}'")
         if found:
             self._id = found[0].info.run_id

@@ -194,8 +194,7 @@ class PrometheusTracker(Tracker[PrometheusOptions]):
     def start(self, run: TrackedRun) -> Mapping[str, int] | None:
         """Write the file and open the port. Raises OSError if the port is in use."""
         self._run = run
-        name = str(run.config.get("name", ""))
-        self._labels = {"run": run.run_id, "name": name, "tracking_id": run.tracking_id}
+        self._labels = {"run": run.run_id, "name": str(run.config.get("name", "")), "tracking_id": run.tracking_id}
         self._values: dict[str, float] = {}
         self._events: dict[str, int] = {}
         self._figures: RunFigures | None = None

@@ -50,8 +50,7 @@ def tracker_class(name: str) -> type[Tracker[Any]]:
 
 @functools.cache
 def _from_package(name: str) -> type[Tracker[Any]]:
-    plugin = plugins(TRACKERS).get(name)
-    if plugin is None:
+    if (plugin := plugins(TRACKERS).get(name)) is None:
         raise LookupError(f"no tracker is called {name!r}")
     found = plugin.load(type)
     if not issubclass(found, Tracker):

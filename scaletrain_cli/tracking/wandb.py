@@ -47,8 +47,7 @@ class WandbTracker(Tracker[WandbOptions]):
         self._run.define_metric("events/*", step_metric="train/step")
         self._step = 0
         if self.options.mode == "online" and self._run.resumed:
-            last = self._run.summary.get("train/step")
-            self._step = int(last or 0)
+            self._step = int(self._run.summary.get("train/step") or 0)
         return None
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:

@@ -37,8 +37,7 @@ def show_entries(entries: Sequence[Entry], mirrored: Collection[int] | None = No
         )
         if mirrored is not None:
             stated.append("yes" if checkpoint is not None and entry.step in mirrored else "no")
-        age = seconds_text(max(0, round(time.time() - entry.written)))
-        table.add_row(str(entry.step), age, *stated, note)
+        table.add_row(str(entry.step), seconds_text(max(0, round(time.time() - entry.written))), *stated, note)
     show(stdout_console(), table)
 
 
@@ -109,8 +108,7 @@ def show_evaluations(evaluations: Sequence[Evaluation]) -> None:
     table = titled_table(("step", "state", *shown), "w" * (2 + len(shown)))
     for one in evaluations:
         values = [f"{one.metrics[name]:.4f}" if name in one.metrics else "" for name in shown]
-        state = escaped_text(_state(one), "red" if one.errors else "")
-        table.add_row(str(one.step), state, *values)
+        table.add_row(str(one.step), escaped_text(_state(one), "red" if one.errors else ""), *values)
     show(stdout_console(), table)
 
 

@@ -169,8 +169,7 @@ def show_rows(answer: Mapping[str, Any]) -> None:
     """Print the rows to stdout; without colors, what is in the loss stands between [[ and ]]."""
     console = stdout_console()
     for row in answer["rows"]:
-        head = f"row {row['row']}  {plain(row['where'])}{_STATES[row['state']]}"
-        line(console, Text(head, "bold"))
+        line(console, Text(f"row {row['row']}  {plain(row['where'])}{_STATES[row['state']]}", "bold"))
         for document in row["documents"]:
             name = "" if document["name"] == "text" else f"{document['name']}: "
             counts = f"{whole_text(document['tokens'])} tokens, {whole_text(document['target_tokens'])} in the loss"

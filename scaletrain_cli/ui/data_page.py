@@ -181,8 +181,7 @@ def _measured(measured: Mapping[str, int], limit: Any) -> str:
         if count
     )
     if isinstance(limit, int | float):
-        at = axis_place(limit, low, high, logarithmic=logarithmic) * (_WIDTH - 2)
-        bars += _column(at, 2, 1.0, _HEIGHT, "c5")
+        bars += _column(axis_place(limit, low, high, logarithmic=logarithmic) * (_WIDTH - 2), 2, 1.0, _HEIGHT, "c5")
     scale = f"{value_text(low)} to {value_text(high)}{', logarithmic' if logarithmic else ''}"
     return (
         f'<svg class="columns" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">'

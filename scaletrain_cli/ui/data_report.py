@@ -203,8 +203,7 @@ def value_text(value: Any) -> str:
 
 def measured_text(measured: Mapping[str, int]) -> str:
     """Return quantiles of numbers, or the most frequent texts."""
-    found = numbers_of(measured)
-    if found is None:
+    if (found := numbers_of(measured)) is None:
         return listed((f"{name} {whole_text(count)}" for name, count in measured.items()), 4)
     if not found:
         return ""

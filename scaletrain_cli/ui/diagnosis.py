@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.diagnosis.checks import Diagnosis
-from scaletrain_cli.diagnosis.findings import Cause, Change, Finding
+from scaletrain_cli.diagnosis.findings import Cause, Finding
 from scaletrain_cli.text import counted, either
 from scaletrain_cli.ui.console import escaped_text, line, marked, plain, show, stdout_console
 
@@ -68,8 +68,7 @@ def finding_headline(finding: Finding) -> Text:
 
 def finding_in_full(finding: Finding) -> Iterator[RenderableType]:
     """Yield the text of a finding, and its likely causes with the changes of the spec."""
-    text = finding_headline(finding).append(f" (confidence: {finding.confidence})", "dim")
-    yield text
+    yield finding_headline(finding).append(f" (confidence: {finding.confidence})", "dim")
     if finding.causes:
         yield Text("  likely causes" if len(finding.causes) > 1 else "  likely cause", "dim")
     yield Padding(cause_rows(finding.causes), (0, 0, 0, 2))
@@ -81,17 +80,13 @@ def cause_rows(causes: Sequence[Cause]) -> Table:
 
 
 def _cause(cause: Cause) -> Text:
-    text = escaped_text(str(cause.reason))
-    if cause.change is not None:
-        text.append("\n").append(f"{plain(cause.change.place)} {cause.change.key}", "green")
-        text.append_text(escaped_text(_values(cause.change)))
+    text, change = escaped_text(str(cause.reason)), cause.change
+    if change is not None:
+        text.append("\n").append(f"{plain(change.place)} {change.key}", "green")
+        values = "" if change.given is None else f" = {_shown(change.given)}"  # as far as they are known
+        values += "" if change.to is None or change.to == change.given else f": try {_shown(change.to)}"
+        text.append_text(escaped_text(values))
     return text
-
-
-def _values(change: Change) -> str:
-    """Return ``= 0.9: try 0.06``, as far as the values are known."""
-    given = "" if change.given is None else f" = {_shown(change.given)}"
-    return given if change.to is None or change.to == change.given else f"{given}: try {_shown(change.to)}"
 
 
 def _shown(value: Any) -> str:

@@ -39,8 +39,7 @@ class StatusLine:
 
     def update(self, status: RunStatus) -> None:
         """Show the state and progress of the run."""
-        state = f"{status.state} {steps_text(status)}"
-        self.show(state, status.step, status.total_steps, measures_text(status))
+        self.show(f"{status.state} {steps_text(status)}", status.step, status.total_steps, measures_text(status))
 
     def show(self, state: str, done: int, total: int, measures: str) -> None:
         """Show a progress bar: ``done`` of ``total`` items; drawn only if it changed."""

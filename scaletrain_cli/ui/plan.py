@@ -195,8 +195,7 @@ def cost_view(plan: RunPlan) -> RenderableType:
     table = grid("lrlll" if any(spans.values()) else "lrll")
     for name, market in known.items():
         table.add_row(name, *_market(market, spans, name))
-    sources = [escaped_text(f"{name}: {market.price_source}", "dim") for name, market in known.items()]
-    return Group(table, *sources)
+    return Group(table, *[escaped_text(f"{name}: {market.price_source}", "dim") for name, market in known.items()])
 
 
 def cost_text(plan: RunPlan) -> str:

@@ -39,8 +39,7 @@ def show_trace(outcome: TraceOutcome, console: Console | None = None) -> None:
 
 
 def _rows(outcome: TraceOutcome) -> Iterator[tuple[str, str]]:
-    nodes = f"{whole_text(outcome.nodes_needed)} needed, {outcome.nodes_assumed}"
-    yield "Nodes", nodes
+    yield "Nodes", f"{whole_text(outcome.nodes_needed)} needed, {outcome.nodes_assumed}"
     days = _spread(outcome.days, lambda days: seconds_text(days * 86400))
     yield "Days", f"{days}; on demand {seconds_text(outcome.on_demand_days * 86400)}"
     yield "Goodput", _spread(outcome.goodput, percent_text)

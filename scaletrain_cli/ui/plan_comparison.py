@@ -34,8 +34,7 @@ _DROPPED_FIRST = (
 
 def comparison_list(compared: Sequence[Compared], width: int) -> Table:
     """Return a row per run: layout, memory, step and its ratio to the first that fits; more if ``width`` allows."""
-    layouts = [column.plan.layout for column in compared if column.plan is not None]
-    fields = differing(layouts)
+    fields = differing([column.plan.layout for column in compared if column.plan is not None])
     titles = [*fields, "memory", "of device", "step", "", "MFU", "whole run", "cost"]
     first = next((column.plan.time.step for column in compared if column.plan and column.feasible), None)
     rows = [_list_cells(column, fields, first) for column in compared]

@@ -82,13 +82,12 @@ def draw_pipeline(axes: Any, drawn: Timeline) -> None:
                     for each in drawn.passes
                     if (each.stage, each.backward, each.chunk) == (stage, backward, chunk)
                 ]
-                named = label if not stage and not chunk else None
                 axes.broken_barh(
                     boxes,
                     (stage - 0.42, 0.84),
                     facecolor=color,
                     alpha=shade,
-                    label=named,
+                    label=label if not stage and not chunk else None,
                     rasterized=dense,
                     edgecolor="white",
                     lw=0.0 if dense else 0.5,
@@ -146,8 +145,7 @@ def _count_ticks(axes: Any, gpus: Sequence[int]) -> None:
 
 
 def _name_stages(axes: Any, count: int, alone: str) -> None:
-    every = -(-count // _MOST_LABELS)
-    shown = range(0, count, every)
+    shown = range(0, count, -(-count // _MOST_LABELS))
     axes.set_yticks(list(shown), [f"stage {stage}" for stage in shown] if count > 1 else [alone])
     axes.set_ylim(count - 0.4, -0.6)
 
@@ -161,8 +159,7 @@ def draw(spec: RunSpec, plan: RunPlan, pipeline: Timeline | None, scaling: Seque
     """Return a matplotlib figure: memory, step, the pipeline's timeline if there is one, and scaling if given."""
     from matplotlib.figure import Figure
 
-    stages = len(plan.memory.by_stage)
-    by_stage = max(1.9, min(6.0, 0.9 + _ROW_INCHES * stages))
+    by_stage = max(1.9, min(6.0, 0.9 + _ROW_INCHES * len(plan.memory.by_stage)))
     panels: list[tuple[float, Callable[[Any], None]]] = [(by_stage, partial(draw_memory, memory=plan.memory))]
     if plan.memory.fits:
         panels.append((1.1, partial(draw_step, time=plan.time)))
@@ -241,8 +238,7 @@ def _scaling(found: Answer, scaling: Sequence[ScalingPoint]) -> Iterator[str]:
 def write_plot(path: Path, found: Answer, pipeline: Timeline | None, scaling: Sequence[ScalingPoint]) -> None:
     """Draw the plan in the format of the file's suffix. An existing file is replaced. Raises OSError."""
     kind = path.suffix.lower()[1:]
-    figure = partial(draw, found.spec, found.plan, pipeline, scaling)
-    data = image(figure, "svg" if kind == "html" else kind)
+    data = image(partial(draw, found.spec, found.plan, pipeline, scaling), "svg" if kind == "html" else kind)
     if kind == "html":
         data = page(found, scaling, data.decode()).encode()
     replace_file(path, data, public=True)

@@ -179,15 +179,13 @@ def start_text(start: Start, now: float) -> str:
 
 
 def _day(moment: float) -> int:
-    local = time.localtime(moment)
-    return int((moment + (local.tm_gmtoff or 0)) // 86400)
+    return int((moment + (time.localtime(moment).tm_gmtoff or 0)) // 86400)
 
 
 def show_points(points: Sequence[Point], start: Start, at_once: int) -> None:
     """Print the points of a sweep to stderr before confirmation. ``start`` is that of the first runs."""
     table = titled_table(("point", "step", "to train", "cost"), "wrrr")
-    costs = [point.plan.cost.expected_usd for point in points]
-    for point, cost in zip(points, costs, strict=True):
+    for point, cost in zip(points, [point.plan.cost.expected_usd for point in points], strict=True):
         time = point.plan.time
         price = dollars_text(cost) if cost is not None else ""
         table.add_row(

@@ -142,8 +142,7 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
 
 
 def _gpus(view: ClusterView) -> Table:
-    titles = ("GPUs", "free", "used", "unavailable", "total", "nodes", "idle nodes")
-    table = titled_table(titles, "lrrrrrr")
+    table = titled_table(("GPUs", "free", "used", "unavailable", "total", "nodes", "idle nodes"), "lrrrrrr")
     for row in view.gpus:
         figures = (row.used, row.out_of_order, row.total, row.nodes, row.free_nodes)
         free = Text(str(row.free), "bold green" if row.free else "yellow")
@@ -156,12 +155,14 @@ def _quotas(quotas: tuple[QuotaRow, ...]) -> Table:
     for row in quotas:
         free = None if row.used is None else max(0.0, row.allowed - row.used)
         style = "" if free is None else ("bold green" if free else "yellow")
+        per_job, is_time = "" if row.used is not None else " per job", row.resource.startswith("time")
+        resource = "time per job" if is_time else f"{row.resource}{per_job}"
         table.add_row(
             escaped_text(row.owner, "bold"),
             Text("" if free is None else f"{free:g}", style),
             "" if row.used is None else f"{row.used:g}",
-            seconds_text(row.allowed) if row.resource.startswith("time") else f"{row.allowed:g}",
-            escaped_text(f"{_resource(row)} ({row.limit})"),
+            seconds_text(row.allowed) if is_time else f"{row.allowed:g}",
+            escaped_text(f"{resource} ({row.limit})"),
         )
     return table
 
@@ -187,11 +188,3 @@ def _start(start: float | None, now: float) -> str:
         return ""
     span = seconds_text(round(abs(start - now) / 60) * 60.0 or 60.0)
     return f"in {span}" if start > now else f"{span} ago"
-
-
-def _resource(row: QuotaRow) -> str:
-    return (
-        "time per job"
-        if row.resource.startswith("time")
-        else f"{row.resource}{'' if row.used is not None else ' per job'}"
-    )

@@ -208,8 +208,7 @@ def loss_curve(view: RunView, choices: Choices, width: int, rows: int) -> list[T
     lines = [_line(view, choices, "loss", _TRAINING)]
     title = Text.assemble(("loss", f"bold {_TRAINING}"))
     if validations:
-        steps = [validation.step for validation in validations]
-        places = _places(view, choices, steps)
+        places = _places(view, choices, [validation.step for validation in validations])
         lines.append(_latest(Line(places, [each.loss for each in validations], _VALIDATION, "o"), lines[0], choices))
         title.append("  o validation", _VALIDATION)
     return _chart(view, choices, title, lines, width, rows, lambda value: f"{value:.4g}")

@@ -104,8 +104,7 @@ class Terminal:
             return None
         if self._bytes[:1] == b"\x1b":
             return self._sequence()
-        text = self._bytes.decode(errors="ignore")
-        first = text[:1] or "?"
+        first = self._bytes.decode(errors="ignore")[:1] or "?"
         self._bytes = self._bytes[max(1, len(first.encode())) :]
         return _NAMES.get(first, first)
 
