@@ -116,9 +116,7 @@ _POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Submitted:
-    """A submitted run. ``created`` is False if its run directory existed: an earlier submission, even a refused one,
-    created it.
-    """
+    """A submitted run. ``created`` is False if an earlier submission, even a refused one, created its run directory."""
 
     run: Run
     scheduler: str
@@ -195,11 +193,7 @@ class PreparedResume:
         step = report.checkpoint.step if report.checkpoint is not None else int(report.job.progress.get("step", 0))
         return SubmissionSummary(spec, plan, found.start, step, (*found.warnings, *space), record.code)
 
-    def submit(
-        self,
-        prepare: Choice = "auto",
-        on_preparation: Callable[[str], None] = lambda line: None,
-    ) -> Submitted:
+    def submit(self, prepare: Choice = "auto", on_preparation: Callable[[str], None] = lambda line: None) -> Submitted:
         """Submit the job, and prepare the data before if they are not, as PreparedSubmission.submit() does."""
         record, run = self.record, self.run.directory
         data = prepare_data(record.spec, prepare, on_preparation, record.working_folder, run.path.parent, run)
@@ -314,15 +308,13 @@ def prepare_branch(
     change, and of ``name``. Raises UsageError, with the steps that are there, where there is no such
     checkpoint.
     """
-    found = find_run(run)
-    directory = found.directory
+    directory = find_run(run).directory
     require_run_id(run_id)
     require_own_run(directory, trust_owner=trust_owner, remedy="Copy the run to a folder of your own")
     parent = read_record(directory)
     require_own_checkpoints(directory, parent.spec, trust_owner=trust_owner)
     branch = find_branch(directory, parent, step)
-    at = branch.checkpoint.step
-    resize = replan(directory, [*overrides], new_code=new_code, branch_at=at)
+    resize = replan(directory, [*overrides], new_code=new_code, branch_at=branch.checkpoint.step)
     refuse_branch(branch, resize)
     target = RunDir(directory.path.parent / run_id)
     if os.path.lexists(target.path):

@@ -81,8 +81,7 @@ def _has_no_inodes(path: str) -> bool:
 def _error_of_import(error: ImportError) -> ScaletrainError | None:
     """Return an error that names the extra of a missing package; None if no extra has the package."""
     package = (error.name or "").partition(".")[0]
-    extra = extra_of(package)
-    if extra is None:
+    if (extra := extra_of(package)) is None:
         return None
     return MissingPackageError(f"{package} is not installed.", install_command(extra))
 

@@ -206,8 +206,7 @@ def sample(
     ] = False,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
     raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Continue the prompts without a chat template; always so with causal_lm."),
+        bool, typer.Option("--raw", help="Continue the prompts without a chat template; always so with causal_lm.")
     ] = False,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=1, help="Maximum number of tokens of an answer.")

@@ -263,8 +263,7 @@ def stats(
 def upload(
     spec: SpecPath,
     destination: Annotated[
-        str,
-        typer.Argument(metavar="URL", help="Folder of an object store: s3://, gs:// or az://.", show_default=False),
+        str, typer.Argument(metavar="URL", help="Folder of an object store: s3://, gs:// or az://.", show_default=False)
     ],
     overrides: Overrides = None,
     as_json: AsJson = False,

@@ -106,8 +106,7 @@ def _packages() -> Iterator[Check]:
         found, missing = [], []
         hidden = [where for name in names if (where := _hidden_by(name)) is not None]
         for name in names:
-            installed = _distribution(name)
-            if installed is None:
+            if (installed := _distribution(name)) is None:
                 missing.append(name)
             else:
                 found.append(f"{name} {installed.version}")
@@ -143,8 +142,7 @@ def _hidden_by(name: str) -> str | None:
 
 def _untested(name: str, tested: dict[str, str]) -> str | None:
     """Return the tested version of an installed package where the installed one may behave differently, else None."""
-    found = _distribution(name)
-    if found is None:
+    if (found := _distribution(name)) is None:
         return None
     parts = _COMPARED_PARTS.get(name, 1)
     expected = tested.get(name, found.version)
@@ -152,11 +150,10 @@ def _untested(name: str, tested: dict[str, str]) -> str | None:
 
 
 def _memory() -> Check:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    limit = _read_number(Path("/sys/fs/cgroup/memory.max"))
-    if limit is not None and limit < total:
-        return Check("memory", "ok", f"{binary_bytes_text(limit)} allowed of {binary_bytes_text(total)}")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
+        if (limit := int(Path("/sys/fs/cgroup/memory.max").read_text())) < total:
+            return Check("memory", "ok", f"{binary_bytes_text(limit)} allowed of {binary_bytes_text(total)}")
     return Check("memory", "ok", binary_bytes_text(total))
 
 
@@ -174,8 +171,7 @@ def _shared_memory() -> Check:
 
 def _gpus() -> Iterator[Check]:
     """Yield one check per NVIDIA GPU that the driver reports, or the reason why there is none."""
-    health = query_driver()
-    if health is None:
+    if (health := query_driver()) is None:
         yield Check("gpu", "none", "no NVIDIA driver", "use cluster.gpu: cpu to train on CPU cores")
         return
     if health.note:
@@ -218,13 +214,6 @@ def _runs_root(root: Path) -> Check:
             "too few inodes; set $SCALETRAIN_RUNS to a folder on another disk",
         )
     return Check("runs", "ok", found)
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return None
 
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)

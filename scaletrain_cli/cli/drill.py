@@ -44,8 +44,7 @@ def command(
     overrides: Overrides = None,
     cluster: ClusterName = None,
     scheduler: Annotated[
-        str | None,
-        typer.Option("--scheduler", metavar="NAME", help="Scheduler, e.g. slurm (default: as in the spec)."),
+        str | None, typer.Option("--scheduler", metavar="NAME", help="Scheduler, e.g. slurm (default: as in the spec).")
     ] = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Number of nodes.")

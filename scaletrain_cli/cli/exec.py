@@ -14,8 +14,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULE
 def command(
     run: RunName,
     words: Annotated[
-        list[str],
-        typer.Argument(metavar="COMMAND", help="Command and its arguments, after --.", show_default=False),
+        list[str], typer.Argument(metavar="COMMAND", help="Command and its arguments, after --.", show_default=False)
     ],
     node: OneNode = None,
     rank: OneRank = None,

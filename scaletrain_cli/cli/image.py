@@ -127,9 +127,8 @@ def _image(source: Source, base: str | None, cuda: str | None, uid: int, tag: st
     if place is not None and source.kind in ("constraints", "pyproject") and source.folder.resolve() == place.resolve():
         origin, source = ScaletrainSource.CONTEXT, replace(source, kind="constraints", files=(), packages={})
     slug = re.sub(r"[^a-z0-9]+", "-", source.folder.resolve().name.lower()).strip("-") or "scaletrain"
-    name = tag or f"REGISTRY/{slug}:{__version__}"
     chosen = base or (CUDA_IMAGES[cuda] if cuda is not None else PYTHON_IMAGE)
-    return Image(source, origin, chosen, uid, __version__, name)
+    return Image(source, origin, chosen, uid, __version__, tag or f"REGISTRY/{slug}:{__version__}")
 
 
 def _write(target: Path, text: str) -> None:

@@ -53,19 +53,13 @@ def command(
     preset: Annotated[
         str | None,
         typer.Option(
-            "--preset",
-            metavar="NAME",
-            help="Model preset, e.g. llama-7b or gpt2.",
-            autocompletion=complete_preset,
+            "--preset", metavar="NAME", help="Model preset, e.g. llama-7b or gpt2.", autocompletion=complete_preset
         ),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            "--recipe",
-            metavar="NAME",
-            help="Copy a recipe that comes with ScaleTrain.",
-            autocompletion=complete_recipe,
+            "--recipe", metavar="NAME", help="Copy a recipe that comes with ScaleTrain.", autocompletion=complete_recipe
         ),
     ] = None,
     gpu: Annotated[
@@ -242,8 +236,7 @@ def _rows(path: str | None) -> GivenData | None:
     except NoCorpusError:
         find_text(path, key="--data")
         return GivenData(path, "causal_lm")
-    row = next(rows_in(file, Tally()), None)
-    if row is None:
+    if (row := next(rows_in(file, Tally()), None)) is None:
         raise UsageError(f"--data {path}: {file} holds no rows.")
     errors = []
     for objective in ("dpo", "sft"):

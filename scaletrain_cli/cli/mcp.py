@@ -84,8 +84,7 @@ async def cancel(run: Run) -> Any:
 
 
 async def status(
-    run: Run,
-    wait: Annotated[str | None, Field(description="Wait for the end, at most this long, as 50s.")] = None,
+    run: Run, wait: Annotated[str | None, Field(description="Wait for the end, at most this long, as 50s.")] = None
 ) -> Any:
     """Show the state of a run or a sweep: step, loss, speed beside the plan, cost, checkpoints, attempts, findings.
     With wait, a run that did not finish is an error with the exit code of the run, or 124 if it goes on.

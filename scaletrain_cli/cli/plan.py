@@ -335,8 +335,7 @@ def _quote(device: Accelerator, spot: bool, gpus_per_node: int) -> Quote | None:
 
 def _gpuhunt_name(device: Accelerator) -> tuple[str, float]:
     """Return gpuhunt's name and memory in GB: RTX4090 and 24 for ``rtx-4090-24gb``; SXM and PCIe are the same."""
-    size = re.search(r"-(\d+)gb$", device.name)
-    if size is None:
+    if (size := re.search(r"-(\d+)gb$", device.name)) is None:
         raise _no_prices(f"{device.name} is not a GPU of the catalogue.", "Set cluster.price_per_gpu_hour.")
     name = re.sub(r"-(sxm\d?|pcie|gcd)$", "", device.name[: size.start()])
     return name.replace("-", "").upper(), float(size[1])

@@ -51,13 +51,11 @@ def command(
         summary = newest_profile(found)
     else:
         try:
-            chosen = _ranks(ranks)
-            request = ProfileRequest(secrets.token_hex(8), step, steps, chosen, memory, stacks, nvtx)
+            request = ProfileRequest(secrets.token_hex(8), step, steps, _ranks(ranks), memory, stacks, nvtx)
         except ValueError as error:
             raise UsageError(f"{error}.") from error
         seconds = seconds_of("--timeout", timeout)
-        later = request_profile(found, read_record(found), request)
-        if later is not None:
+        if (later := request_profile(found, read_record(found), request)) is not None:
             say(str(later))
         if not wait:
             say(f"requested; `scaletrain profile {found.run_id} --show` shows the profile once it is there")

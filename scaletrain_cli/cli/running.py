@@ -55,8 +55,7 @@ def run(words: Sequence[str]) -> int:
     as_json = "--json" in (words[: words.index("--")] if "--" in words else words)
     if as_json:
         forget_answer()
-    there = _elsewhere(words, run_on_login_node)
-    if there is None:
+    if (there := _elsewhere(words, run_on_login_node)) is None:
         there = _elsewhere(words, run_on_volume)
     if isinstance(there, int):
         return there

@@ -69,8 +69,7 @@ def command(
         bool, typer.Option("--probe", help="First run a short job that checks the nodes against the plan (Slurm).")
     ] = False,
     rehearsed: Annotated[
-        bool,
-        typer.Option("--rehearse", help="First rehearse the run in a short job; submit only if no item fails."),
+        bool, typer.Option("--rehearse", help="First rehearse the run in a short job; submit only if no item fails.")
     ] = False,
     sweep: Annotated[
         list[str] | None,
@@ -207,8 +206,7 @@ def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> Reh
         show_rehearsal(found)
     if found.exit_code != ExitCode.DONE:
         failed = [item.name for item in found.rehearsal.items if item.verdict == "failed"]
-        params = {"failed": failed, "run": str(found.run.path)}
-        raise InfeasibleError(Reason("rehearsal.not-submitted", params))
+        raise InfeasibleError(Reason("rehearsal.not-submitted", {"failed": failed, "run": str(found.run.path)}))
     return found
 
 
