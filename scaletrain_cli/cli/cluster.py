@@ -13,8 +13,6 @@ from scaletrain_cli.ui.json import print_json
 
 app = verb_group("Set up a cluster that this machine reaches by ssh.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
-# What a run needs on the machine that submits it; the nodes of Slurm use the same environment.
-_EXTRAS = {"slurm": "train,slurm", "kubernetes": "k8s"}
 
 
 @app.command(epilog=describe(EXIT_CODES))
@@ -45,14 +43,17 @@ def setup(
     """
     from scaletrain_cli.launch.login_node.installation import install
     from scaletrain_cli.launch.login_node.ssh import COMMAND_OF_SETUP
+    from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
     from scaletrain_cli.spec.clusters_file import choose_cluster, clusters_file
 
     cluster = choose_cluster(name)
     assert cluster is not None
-    node, scheduler = cluster.login_node, str(cluster.entries.get("scheduler", "slurm"))
+    node = cluster.login_node
     if node is None:
         raise UsageError(Reason("login_node.setup-without-host", {"cluster": name, "file": str(clusters_file())}))
-    chosen = [extra for extra in (_EXTRAS.get(scheduler, "train") if extras is None else extras).split(",") if extra]
+    if extras is None:
+        extras = backend_traits(str(cluster.entries.get("scheduler", DEFAULT))).extras
+    chosen = [extra for extra in extras.split(",") if extra]
     say(f"installing ScaleTrain {__version__} on {node.ssh}; with torch it takes some minutes")
     is_new = install(node, chosen, python)
     say(f"{COMMAND_OF_SETUP} on {node.ssh} {'is ready' if is_new else 'was there already'}")

@@ -47,6 +47,8 @@ class BackendTraits:
     no_node_range_because: str = ""
     # The job may hold nodes beyond those of an attempt (``cluster.spare_nodes``), and replace one that fails.
     takes_spare_nodes: bool = False
+    # The extras of this package, with commas, that a login node needs to submit to it.
+    extras: str = "train"
 
 
 BUILT_IN: dict[str, BackendTraits] = {
@@ -69,6 +71,7 @@ BUILT_IN: dict[str, BackendTraits] = {
             submits_from_nodes=True,
             takes_node_range=True,
             takes_spare_nodes=True,
+            extras="train,slurm",  # its nodes use the same environment
         ),
         BackendTraits(
             "kubernetes",
@@ -78,6 +81,7 @@ BUILT_IN: dict[str, BackendTraits] = {
             KubernetesSpec,
             shared_run_directory=False,
             secrets_from_submitter=False,
+            extras="k8s",
             no_node_range_because=(
                 "because partial admission of Kueue exists only for batch/Job, and not for a JobSet or a TrainJob"
             ),

@@ -298,9 +298,9 @@ class RunSpec(Section):
 
     @property
     def keeps_run_in_mirror(self) -> bool:
-        """Return whether the run directory is lost with its pod, and each pod continues from the mirror."""
+        """Return whether, in pods, the run directory is lost with its pod, and each pod continues from the mirror."""
         on_volume = self.cluster.kubernetes.runs.per_pod and self.checkpoint.dir == "auto"
-        return self.cluster.scheduler == "kubernetes" and on_volume and self.checkpoint.mirror.to is not None
+        return on_volume and self.checkpoint.mirror.to is not None
 
     @property
     def transformer(self) -> ModelSpec:
