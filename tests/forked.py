@@ -190,6 +190,8 @@ def _serve(channel: socket.socket) -> None:
         os.set_blocking(descriptor, False)
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    # Ignored if the test that started this server was within a submission; later processes would ignore it, too.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     running: dict[int, int] = {}
     try:
         while True:
