@@ -71,8 +71,10 @@ SENT_RUN = "SCALETRAIN_SENT_RUN"
 
 @dataclass(frozen=True)
 class Sent:
-    """What came with a command line that another machine has sent. ``here``: there is such a machine, which has this
-    ``version`` and calls this one the login node of ``cluster``.
+    """What came with a command line that another machine has sent.
+
+    ``here``: another machine has sent this command line. It has this ``version``, and calls this machine the login node
+    of ``cluster``.
 
     ``clusters``: a clusters file with the cluster that the user named, which replaces the file of this machine.
     ``spec``: the path of the spec on that machine, for errors. ``run``: a file with the run as that machine has it

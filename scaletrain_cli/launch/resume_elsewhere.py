@@ -206,10 +206,8 @@ def return_from_mirror(run: RunDir, record: RunRecord, documents: Path) -> bool:
                 if not steps:
                     raise
         step = checkpoint.step if checkpoint is not None else None if before is None else 0
-        history, generation = (
-            None if found is None else found.index.name,
-            1 if before is None else before.generation + 1,
-        )
+        history = None if found is None else found.index.name
+        generation = 1 if before is None else before.generation + 1
         claim = replace(new_claim(run, generation, from_step=step, from_history=history), host=host)
         if not make_claim(store, run, claim):
             raise MirrorError(Reason("mirror.claimed-meanwhile", {"run": run.run_id, "place": to}))

@@ -230,7 +230,7 @@ def plan_ranges(
 def chance_within(plan: RunPlan, seconds: float | None, dollars: float | None) -> float | None:
     """Return the probability that a run ends within so many seconds and dollars, interruptions included.
 
-    None as a limit: any number. None without evidence on its time, or if the run never ends.
+    A limit that is None does not count. Return None without evidence on the time, or if the run never ends.
     """
     error, planned = plan.ranges.time, (plan.durability.wall_seconds, plan.cost.expected_usd)
     shares = [limit / each for limit, each in zip((seconds, dollars), planned, strict=True) if limit and each]

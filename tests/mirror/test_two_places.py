@@ -1,4 +1,4 @@
-"""Two clusters are told at the same time to continue a run from its mirror: one trains, whatever comes first."""
+"""Two clusters are told at the same time to continue a run from its mirror: exactly one trains, in any order of events."""
 
 import contextlib
 import os

@@ -21,7 +21,7 @@ def reader_of(file: SourceFile) -> Reader:
     if file.kind not in TOKEN_FORMATS:
         return _TEXT[file.kind]
     # It loads numpy, which takes as long as the rest of a command on text.
-    from scaletrain_cli.data.sources.token_files import Megatron, TokenArray
+    from scaletrain_cli.data.sources.token_formats import Megatron, TokenArray
 
     return (
         Megatron() if file.kind == "megatron" else TokenArray(None if file.kind == "npy" else file.kind[len("raw_") :])

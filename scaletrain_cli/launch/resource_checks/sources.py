@@ -109,6 +109,7 @@ def _check_source(view: View, key: str, section: SourceSpec, unseen: list[str]) 
     remote = is_remote(section.path)
     prepared = view.folder / expand_home(section.path)
     reason: Reason | None
+    description: dict[str, Any] | None = None
     try:
         if remote:
             from scaletrain_cli.data.remote_datasets import remote_description  # loads numpy
@@ -116,7 +117,7 @@ def _check_source(view: View, key: str, section: SourceSpec, unseen: list[str]) 
             description = remote_description(section.path, LOOK_SECONDS)
         if not remote and (prepared / "dataset.json").is_file():
             reason = prepared_problem(prepared, view)
-        elif remote and description is not None:
+        elif description is not None:
             reason = description_problem(description, view.spec)
         else:
             left_out = Counter[str]()

@@ -17,7 +17,7 @@ from scaletrain_cli.data.pipeline.chain import token_documents
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare
 from scaletrain_cli.data.pipeline.shards import split_of
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
-from scaletrain_cli.data.sources import token_files as reader
+from scaletrain_cli.data.sources import token_formats as reader
 from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.data.sources.records import SourceFile, TokenRecord
 from scaletrain_cli.data.tokenizers.settings import TokenizerSettings
@@ -142,7 +142,7 @@ def test_tokens_that_do_not_fit_the_tokenizer_are_named(tokenizer: str, tmp_path
 def test_an_array_whose_documents_do_not_end_is_refused(
     tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scaletrain_cli.data.sources.token_files._TOKENS_AT_ONCE", 50)
+    monkeypatch.setattr("scaletrain_cli.data.sources.token_formats._TOKENS_AT_ONCE", 50)
     monkeypatch.setattr("scaletrain_cli.data.pipeline.chain.MAX_DOCUMENT_TOKENS", 500)
     path = array(tmp_path, DOCUMENTS, "raw_uint16", last_end=True)
     with pytest.raises(UsageError, match=r"tokens\.npy, token 6: has no end-of-text token \(3\) within 500 tokens"):
