@@ -89,17 +89,26 @@ _STATE = 12 * 109e9 / 64
 _TO_HOST = 25e9  # bytes/s of a GPU to pinned host memory
 _HASHED = 1.5e9  # bytes/s of SHA-256 on one core
 _STORAGE = 10e9  # bytes/s of the shared storage for all ranks
+_NETWORK = 5e9  # bytes/s that the 8 ranks of a node send by TCP
 # From a killed process to the next step without its state: 4.8 s measured for a model of 10M on two nodes of a real
 # Slurm (results/restart.md), and 25 s assumed for NCCL and the first step on GPUs. A lost node is noticed after 7.5 s
 # and replaced by a spare one in 10.5 s (the same page).
 _PROCESS, _NODE = 30.0, 43.0
 _COPIED, _STORED = _STATE / _HASHED, 64 * _STATE / _STORAGE
+_SENT = max(_COPIED, 8 * _STATE / _NETWORK)
 AT_PUBLISHED_RATE = {
     "rank lost, copies in host memory": Costs(
         PUBLISHED_STEP, _STATE / _TO_HOST + _COPIED, _STATE / _TO_HOST, _PROCESS + _COPIED + _STATE / _TO_HOST
     ),
     "rank lost, checkpoints on storage": Costs(
         PUBLISHED_STEP, _STATE / _TO_HOST + _STORED, _STATE / _TO_HOST, _PROCESS + _STORED
+    ),
+    # A second node has the copy once it is sent and hashed there; the new node receives and verifies it.
+    "node lost, copies on a second node": Costs(
+        PUBLISHED_STEP,
+        _STATE / _TO_HOST + _COPIED + _SENT,
+        _STATE / _TO_HOST,
+        _NODE + _SENT + _COPIED + _STATE / _TO_HOST,
     ),
     "node lost, checkpoints on storage": Costs(
         PUBLISHED_STEP, _STATE / _TO_HOST + _STORED, _STATE / _TO_HOST, _NODE + _STORED

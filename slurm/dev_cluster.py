@@ -92,7 +92,8 @@ def start_node(cluster: Cluster, node: str) -> None:
     if cluster.netns:
         # nsenter: `ip netns exec` would mount a new /sys, without the cgroups.
         hosts = shlex.quote(str(cluster.directory / "etc" / "hosts"))
-        script = f"hostname {node} && mount --bind {hosts} /etc/hosts && exec {shlex.join(argv)}"
+        mounts = f"mount --bind {hosts} /etc/hosts && mount -t tmpfs -o mode=1777 tmpfs /dev/shm"  # lost with the node
+        script = f"hostname {node} && {mounts} && exec {shlex.join(argv)}"
         space = network.NETNS_ROOT / network.space_name(cluster.directory, node)
         argv = ["nsenter", f"--net={space}", "unshare", "--uts", "--mount", "sh", "-c", script]
     processes.spawn(cluster.directory, node, argv, {processes.NODE_MARK: node})

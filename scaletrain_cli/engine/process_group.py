@@ -270,6 +270,19 @@ class RankConsensus:
         followed: T = decode(content.numpy().tobytes())
         return followed
 
+    def exchange(
+        self, outgoing: Sequence[tuple[int, int, torch.Tensor]], incoming: Sequence[tuple[int, int, torch.Tensor]]
+    ) -> None:
+        """Send tensors on the host to ranks, and fill those that ranks send here: (rank, tag, tensor), none empty.
+
+        Not collective. Raises RuntimeError if a rank is lost.
+        """
+        works = [dist.irecv(values, rank, self._group, tag) for rank, tag, values in incoming]
+        works += [dist.isend(values, rank, self._group, tag) for rank, tag, values in outgoing]
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier(group=self._group)

@@ -276,7 +276,8 @@ class Durability:
     ``lost_work_seconds``: work to repeat, mean over all interruptions. ``wall_seconds``: the run with interruptions,
     but without waiting for capacity; None if it would never finish. ``copy_bytes_per_node``: host memory for the copy
     of the state from which checkpoints are written. ``memory_copy_steps``: steps between copies in host memory, None
-    for none; ``memory_copy_bytes_per_node``: host memory for them.
+    for none; ``memory_copy_bytes_per_node``: host memory for them; ``memory_copies_on_partners``: another node keeps
+    those of a node too, from which a spare node that replaces it resumes.
     """
 
     checkpoint_bytes: int
@@ -295,6 +296,7 @@ class Durability:
     copy_bytes_per_node: int = 0
     memory_copy_steps: int | None = None
     memory_copy_bytes_per_node: int = 0
+    memory_copies_on_partners: bool = False
 
 
 @dataclass(frozen=True)

@@ -215,9 +215,10 @@ TEXTS: Texts = {
     "later-attempt": "attempt {attempt} begins after attempt {later}",
     "memory-copies-no-room": "checkpoint.in_memory needs {needed_bytes:bytes} on this node, more than {share:percent} "
     "of the {free_bytes:bytes} that are free in /dev/shm and for the job",
+    "memory-copies-on-one-node": "copies in host memory stay on their own node, and a lost node resumes from disk: "
+    "with those of another node they take {needed_bytes:bytes}, more than {share:percent} of the {free_bytes:bytes} "
+    "that are free in /dev/shm and for the job",
     "memory-copies-failed": "a copy in host memory failed: {error}",
-    "memory-copies-spread": "the ranks of a node need state that only other nodes have copies of, as replicas save a "
-    "share each: use ZeRO within nodes, or layout.zero_stage of at least 1",
     "attempt-superseded": "attempt {attempt} was superseded by a later one; its checkpoint was not committed",
     "random-state-unknown": (
         "the checkpoint's random state is not {schema}: another version of scaletrain wrote it, in a format that this "

@@ -246,7 +246,14 @@ def _own_folder(folder: Path, attempt: int) -> Path:
 
 
 def write_manifest(
-    path: Path, step: int, files: Mapping[str, FileDigest], *, world_size: int, clean: bool, attempt: int, **more: str
+    path: Path,
+    step: int,
+    files: Mapping[str, FileDigest],
+    *,
+    world_size: int,
+    clean: bool,
+    attempt: int,
+    **more: object,
 ) -> None:
     """Write what ``parse_manifest`` reads, with ``more`` fields. Raises OSError."""
     manifest: dict[str, object] = {

@@ -1,17 +1,20 @@
 """Copies of the state of a run in the host memory of its nodes, with the files of checkpoints. None of them is durable.
 
-``/dev/shm/scaletrain-UID-RUN-HASH/step-N`` has the files of the ranks of this node. A rank writes a manifest of its own
-after its files, so that no rank waits for another one. A step is complete if every rank has its manifest, with the same
-key; the ranks find that out together when they resume.
+``/dev/shm/scaletrain-UID-RUN-HASH/step-N`` has the files of the ranks of this node, and those that ranks of another one
+sent here. A rank writes a manifest of its own after its files, so that no rank waits for another one. A step is
+complete if the manifest of every rank is on some node, with the same key; the ranks find that out when they resume.
 """
 
+import contextlib
 import fcntl
 import math
 import os
+import re
 import shutil
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.rundir.checkpoints import (
@@ -23,10 +26,11 @@ from scaletrain_cli.rundir.checkpoints import (
 )
 from scaletrain_cli.rundir.documents import DamagedError, documents_in, entries, parse_json, read_content
 from scaletrain_cli.rundir.paths import RunDir, copies_folder
-from scaletrain_cli.safe_files import locked, make_private_folder, open_to_append
+from scaletrain_cli.safe_files import locked, make_private_folder, open_to_append, replace_file
 from scaletrain_cli.worker.checkpoint_commit import write_manifest
 
 _LOCK = "lock"
+_MANIFEST = re.compile(r"rank-(\d{5,})\.json")
 # Between two attempts no process has the folder open; a restart in place takes less.
 _ABANDONED_SECONDS = 3600.0
 
@@ -42,27 +46,67 @@ def open_copies(folder: Path) -> int:
     return descriptor
 
 
+@dataclass(frozen=True)
+class Copy(Checkpoint):
+    """The files of one rank. ``needs``: other ranks of which it needs the files too, as each replica saves a share."""
+
+    needs: tuple[int, ...] = ()
+
+
 def complete_copy(
-    folder: Path, step: int, rank: int, files: Mapping[str, FileDigest], *, key: str, world_size: int, attempt: int
+    folder: Path,
+    step: int,
+    rank: int,
+    files: Mapping[str, FileDigest],
+    *,
+    key: str,
+    world_size: int,
+    attempt: int,
+    needs: Sequence[int] = (),
 ) -> None:
     """Write the manifest of a rank's files of a step. Raises OSError."""
-    path = checkpoint_path(folder, step) / _manifest(rank)
-    write_manifest(path, step, files, world_size=world_size, clean=False, attempt=attempt, key=key)
+    path, more = checkpoint_path(folder, step) / _manifest(rank), {"key": key, "needs": [*needs]}
+    write_manifest(path, step, files, world_size=world_size, clean=False, attempt=attempt, **more)
 
 
-def read_copies(folder: Path, rank: int, key: str) -> dict[int, Checkpoint]:
-    """Return by step what the manifests of a rank with this key state; no other file is read."""
-    try:
+def read_copies(folder: Path, key: str) -> dict[int, dict[int, Copy]]:
+    """Return by step and rank what the manifests with this key state; no other file is read."""
+    copies: dict[int, dict[int, Copy]] = {}
+    with contextlib.suppress(DamagedError, OSError):
         make_private_folder(folder)
-        found = {path: read_content(path / _manifest(rank)) for path in committed_folders(folder)}
-    except (DamagedError, OSError):
-        return {}
-    copies = [
-        parse_manifest(content, path)
-        for path, content in found.items()
-        if content is not None and _has_key(content, key)
-    ]
-    return {copy.step: copy for copy in copies if isinstance(copy, Checkpoint)}
+        for path in committed_folders(folder):
+            for file in entries(path):
+                if (match := _MANIFEST.fullmatch(file.name)) is not None:
+                    content = read_manifest(path, rank := int(match[1]))
+                    copy = parse_manifest(content, path)
+                    if isinstance(copy, Checkpoint) and (stated := parse_json(content)).get("key") == key:
+                        needs = tuple(map(int, stated.get("needs", ())))
+                        copies.setdefault(copy.step, {})[rank] = Copy(**vars(copy), needs=needs)
+    return copies
+
+
+def read_manifest(path: Path, rank: int) -> bytes:
+    """Return the manifest of a rank's files in the folder of a step; empty if it cannot be read."""
+    with contextlib.suppress(DamagedError):
+        return read_content(path / _manifest(rank)) or b""
+    return b""
+
+
+def write_received_manifest(path: Path, rank: int, content: bytes) -> None:
+    """Write what ``read_manifest`` has returned on another node, once the files are here. Raises OSError."""
+    replace_file(path / _manifest(rank), content)
+
+
+def place_of(folder: Path) -> str:
+    """Return what the same folder has in common for all ranks, and no other one: machine, file system and inode.
+
+    Nodes of a test may be on one machine, and have one host memory or several. Empty if the folder cannot be used.
+    """
+    with contextlib.suppress(OSError):
+        make_private_folder(folder)
+        about, boot = folder.stat(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {about.st_dev} {about.st_ino}"
+    return ""
 
 
 def newest_copy(run: RunDir) -> int | None:
@@ -75,28 +119,17 @@ def newest_copy(run: RunDir) -> int | None:
     return next((int(file.parent.name.removeprefix("step-")) for file in manifests), None)
 
 
-def _has_key(content: bytes, key: str) -> bool:
-    try:
-        document = parse_json(content)
-    except ValueError:
-        return False
-    return isinstance(document, dict) and document.get("key") == key
+def drop_copies(folder: Path, *, before: float = -math.inf, after: float = math.inf) -> None:
+    """Remove the copies of the steps below ``before`` and above ``after``, the manifests first.
 
-
-def drop_copies(folder: Path, rank: int, *, before: float = -math.inf, after: float = math.inf) -> None:
-    """Remove a rank's files of the steps below ``before`` and above ``after``, the manifests first.
-
-    No rank may be about to write one of these steps.
+    For one rank of each node, while none is writing one of these steps.
     """
     for path in committed_folders(folder):
         if not before <= int(path.name.removeprefix("step-")) <= after:
-            (path / _manifest(rank)).unlink(missing_ok=True)
             for file in entries(path):
-                if file.name.startswith(f"rank-{rank:05d}."):
+                if _MANIFEST.fullmatch(file.name):
                     file.unlink(missing_ok=True)
-            # The last rank of this node; two ranks may do so at once.
-            if not any(file.name.startswith("rank-") for file in entries(path)):
-                shutil.rmtree(path, ignore_errors=True)
+            remove_copies(path)
 
 
 def remove_copies(folder: Path) -> None:

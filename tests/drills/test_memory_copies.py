@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.worker.memory_copies import read_copies, remove_copies
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, be_rank, strays
-from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES
+from tests.drills.campaign.kills import FINE_TUNING, OPTIMIZERS, ZERO_STAGES
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import STEPS, drill_spec, submit_drill
 
@@ -70,8 +71,8 @@ def test_a_killed_rank_loses_one_step_and_no_bit(dataset: Path, undisturbed: Und
 
 def newest(run: ForkedRun) -> int:
     """Return the step from which the next attempt resumes."""
-    copies = [set(read_copies(copies_folder(run.run), rank, "revision 0, start 0")) for rank in range(2)]
-    return max(run.newest_step(), *copies[0] & copies[1], 0)
+    copies = read_copies(copies_folder(run.run), "revision 0, start 0")
+    return max(run.newest_step(), *(step for step, ranks in copies.items() if len(ranks) == 2), 0)
 
 
 def no_strike(attempt: Attempt) -> None:
@@ -157,15 +158,21 @@ def test_a_start_under_the_supervisor_that_is_killed_keeps_the_copies(dataset: P
     assert strays(drill, undisturbed()) == []
 
 
+def memory_of_node(run: RunDir, node: int) -> Path:
+    return run.path / f"memory of node {node}"
+
+
 def be_rank_of_its_own_node(path: Path, number: int) -> int:
-    """Run the engine as the only rank of a node, whose memory no other rank sees."""
+    """Run the engine as a rank of one of two nodes, whose memory no rank of the other one sees."""
     from scaletrain_cli.engine import assembly
     from scaletrain_cli.engine.checkpoint import memory_copies
 
     def folder(run: RunDir) -> Path:
-        return run.path / f"memory of node {os.environ['RANK']}" / "copies"
+        return memory_of_node(run, node) / "copies"
 
-    os.environ["LOCAL_RANK"] = "0"
+    of_node = int(os.environ["WORLD_SIZE"]) // 2
+    node, local_rank = divmod(int(os.environ["RANK"]), of_node)
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(local_rank), str(of_node)
     assembly.copies_folder = memory_copies.copies_folder = folder  # type: ignore[attr-defined]
     return be_rank(path, number)
 
@@ -185,11 +192,64 @@ def test_a_killed_rank_on_two_nodes_resumes_from_the_memory_of_both(
     assert strays(run, undisturbed(**layout)) == []
 
 
-def test_replicas_on_two_nodes_make_no_copies(dataset: Path) -> None:
-    """Each saves a share, so a node lacks what the other one has."""
-    spec = drill_spec(dataset, **NO_SAVES, **TWO_NODES, layout__zero_stage=0)
-    run = ForkedRun.create(spec, be_rank_of_its_own_node)
-    run.attempt(fault="sigkill rank=1 step=5")
+SPARE_NODE = {"cluster": TWO_NODES["cluster"].replace("nodes: 2,", "nodes: 2, spare_nodes: 1,")}
+
+
+REPLACED = {
+    **LAYOUTS,
+    "local SGD": OPTIMIZERS["local SGD, ZeRO-0"],
+    "other parameters from step 18 on": FINE_TUNING["SFT in two stages"],
+}
+
+
+@pytest.mark.parametrize("layout", REPLACED)
+def test_a_lost_node_that_a_new_one_replaces_loses_one_step_and_no_bit(
+    layout: str, dataset: Path, chance: random.Random
+) -> None:
+    """Its memory is lost with it. In between a rank is killed, and two nodes change places."""
+    settings = {**REPLACED[layout], **NO_SAVES, **SPARE_NODE}
+    if layout == "tensor parallel":  # within a node
+        settings["cluster"] = SPARE_NODE["cluster"].replace("per_node: 1", "per_node: 2")
+    spec = drill_spec(dataset, **settings)
+    prepare_data(spec)
+    undisturbed = ForkedRun.create(spec, be_rank_of_its_own_node)
+    undisturbed.attempts_to_end()
+    run, step = ForkedRun.create(spec, be_rank_of_its_own_node), 0
+    for number, hurt in enumerate(("node", "rank", "node", "places")):
+        step += chance.randrange(4, 7)
+        lost_node = chance.randrange(2)
+        run.attempt(fault=f"sigkill rank={chance.randrange(2)} step={step}")
+        assert len(run.events("started", "resumed")) == number + 1, run.log()
+        if hurt == "node":
+            shutil.rmtree(memory_of_node(run.run, lost_node))
+        elif hurt == "places":
+            memory_of_node(run.run, 0).rename(memory_of_node(run.run, 2))
+            memory_of_node(run.run, 1).rename(memory_of_node(run.run, 0))
+            memory_of_node(run.run, 2).rename(memory_of_node(run.run, 1))
+    run.attempts_to_end()
+    assert max(lost(run)) <= 1, run.events()
+    assert [event.get("saved_step") for event in run.events("resumed")] == [0] * 4, "none from disk"
+    assert strays(run, undisturbed) == []
+
+
+def test_both_nodes_lost_resume_from_disk(dataset: Path, undisturbed: Undisturbed) -> None:
+    run = ForkedRun.create(drill_spec(dataset, **NO_SAVES, **SPARE_NODE), be_rank_of_its_own_node)
+    run.attempt(fault="sigkill rank=1 step=6")
+    for node in range(2):
+        shutil.rmtree(memory_of_node(run.run, node))
     run.attempts_to_end()
     assert [event["step"] for event in run.events("started", "resumed")] == [0, 0]
-    assert {event["code"] for event in run.events("memory-copies-off")} == {"engine.memory-copies-spread"}
+    assert strays(run, undisturbed()) == []
+
+
+@pytest.mark.parametrize("layout", ["stage 0", "LoRA, stage 1", "pipeline parallel"])
+def test_nodes_that_save_a_share_each_resume_with_that_of_the_other(layout: str, dataset: Path) -> None:
+    spec = drill_spec(dataset, **{**LAYOUTS[layout], **NO_SAVES, **TWO_NODES})
+    prepare_data(spec)
+    undisturbed = ForkedRun.create(spec, be_rank_of_its_own_node)
+    undisturbed.attempts_to_end()
+    run = ForkedRun.create(spec, be_rank_of_its_own_node)
+    run.attempt(fault="sigkill rank=1 step=17; slow-copy rank=1 seconds=0.1")
+    run.attempts_to_end()
+    assert (run.events("resumed")[0]["step"], lost(run)) == (15, [1])
+    assert strays(run, undisturbed) == []

@@ -1,4 +1,4 @@
-"""Two clusters are told at the same time to continue a run from its mirror: exactly one trains, in any order of events."""
+"""Two clusters are told at the same time to continue a run from its mirror: one trains, in any order of events."""
 
 import contextlib
 import os

@@ -242,6 +242,23 @@ def test_a_spare_node_replaces_one_that_hangs_in_the_same_job(login: Login) -> N
 
 
 @pytest.mark.long
+def test_the_state_of_a_lost_node_comes_from_the_memory_of_another_one(login: Login) -> None:
+    """Nothing is on disk, and the memory of the node is lost with it."""
+    copies = (*("checkpoint.in_memory=1", "checkpoint.every=100000"), "env.SCALETRAIN_FAULT=slow-rank seconds=0.2")
+    run_id = login.submit(*ON_SLURM, *TINY, "cluster.spare_nodes=1", *copies)
+    before = login.wait_for_steps(run_id, 1, more=8)
+    lost = read_attempts(RunDir(Path(before["run_dir"])))[0].nodes[-1]
+    login.cluster.node_down(lost)
+    after = login.wait_for_steps(run_id, 2)
+    login.cluster.node_up(lost)
+    (resumed,) = events(after["run_dir"], "resumed")
+    assert (resumed["saved_step"], resumed["step"] >= 8, resumed["lost_steps"] <= 2) == (0, True, True), resumed
+    assert login.cluster.job(before["job_id"])["Restarts"] == "0"
+    login.scaletrain("cancel", run_id, "--yes")
+    login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
+
+
+@pytest.mark.long
 def test_a_probe_reports_the_nodes_and_leaves_only_the_run(login: Login, tmp_path: Path) -> None:
     sets = (*ON_SLURM, *TINY, "cluster.slurm.nodelist=n[1-2]", "cluster.slurm.extra={exclusive: true}")
     done = login.scaletrain("submit", str(RECIPE), "--yes", "--probe", sets=sets)

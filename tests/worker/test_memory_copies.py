@@ -14,6 +14,7 @@ from scaletrain_cli.worker.memory_copies import (
     complete_copy,
     drop_copies,
     open_copies,
+    place_of,
     read_copies,
     remove_abandoned,
     remove_copies,
@@ -36,7 +37,7 @@ def copy(folder: Path, step: int, rank: int, key: str = "key") -> Path:
 
 
 def steps(folder: Path, rank: int, key: str = "key") -> list[int]:
-    return sorted(read_copies(folder, rank, key))
+    return sorted(step for step, ranks in read_copies(folder, key).items() if rank in ranks)
 
 
 def test_runs_of_one_name_below_two_roots_have_two_folders_that_name_the_user(tmp_path: Path) -> None:
@@ -84,17 +85,23 @@ def test_a_link_in_the_place_of_the_folder_is_neither_used_nor_removed(folder: P
     assert (tmp_path / "elsewhere").is_dir()
 
 
-def test_the_last_rank_that_drops_a_step_removes_its_folder(folder: Path) -> None:
+def test_dropped_steps_are_removed_with_the_files_of_all_ranks(folder: Path) -> None:
     os.close(open_copies(folder))
     for step in (3, 4, 5):
         copy(folder, step, 0)
         copy(folder, step, 1)
-    drop_copies(folder, 0, before=4)
-    assert checkpoint_path(folder, 3).is_dir()
-    drop_copies(folder, 1, before=4)
+    drop_copies(folder, before=4)
     assert not checkpoint_path(folder, 3).exists()
-    drop_copies(folder, 0, after=4)
-    assert (steps(folder, 0), steps(folder, 1)) == ([4], [4, 5])
+    drop_copies(folder, after=4)
+    assert (steps(folder, 0), steps(folder, 1)) == ([4], [4])
+
+
+def test_a_place_is_that_of_one_folder_however_it_is_reached(folder: Path, tmp_path: Path) -> None:
+    other = copies_folder(RunDir(tmp_path / "other"), tmp_path / "memory")
+    (tmp_path / "link").symlink_to(folder.parent)
+    assert place_of(folder) == place_of(tmp_path / "link" / folder.name) != place_of(other)
+    other.chmod(0o777)
+    assert place_of(other) == ""
 
 
 def test_folders_that_no_process_has_used_for_an_hour_are_removed_except_the_own_one(folder: Path) -> None:

@@ -161,6 +161,8 @@ class Checkpointer:
         self._snapshot = Snapshot(self._states, self._average, self._local_sgd)
         self._copied = Snapshot(self._states, self._average, self._local_sgd)  # a save may still read the other one
         self._allocated = False
+        if self.copies is not None:
+            self.copies.layout_changed()
 
     @property
     def states(self) -> ShardedState:

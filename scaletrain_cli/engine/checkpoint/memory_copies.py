@@ -1,8 +1,9 @@
 """Copy the state to the host memory of the node every few steps, so that a killed rank loses no more than these steps.
 
-A thread writes each copy, with the files of a checkpoint, to tmpfs, which outlives the rank. Another one writes the
-checkpoints to disk, so that neither waits for the other. When the next copy is due, the ranks wait for the last one: it
-is complete on every rank then, and the one before is removed.
+A thread writes each copy, with the files of a checkpoint, to tmpfs, which outlives the rank, and sends it to another
+node if a lost one can be replaced in the job. Another thread writes the checkpoints to disk, so that neither waits for
+the other. When the next copy is due, the ranks wait for the last one: it is complete on every rank then, and the one
+before is removed.
 """
 
 import contextlib
@@ -10,16 +11,18 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from scaletrain_cli.available_memory import available_bytes
+from scaletrain_cli.engine.checkpoint.copy_transfer import Transfer, transfer_copies, transfers_to_partners
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
-from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice, StateReader, shard_name, write_shard
+from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice, overlaps, shard_name, write_shard
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
-from scaletrain_cli.plan.reliability.durability import MEMORY_COST, MEMORY_SHARE
+from scaletrain_cli.plan.reliability.durability import MEMORY_COST, MEMORY_SHARE, without_partners
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import STATE_FILE, FileDigest, checkpoint_path
 from scaletrain_cli.rundir.journal import record_event
@@ -27,8 +30,9 @@ from scaletrain_cli.rundir.paths import MEMORY, RunDir, copies_folder
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
-from scaletrain_cli.worker.memory_copies import complete_copy, drop_copies, open_copies, remove_copies
+from scaletrain_cli.worker.memory_copies import complete_copy, drop_copies, open_copies, place_of, remove_copies
 
+_TRANSFER_SECONDS = 600.0  # for a chunk of a copy to reach another node
 EVENT, OFF_EVENT = "memory-copies", "memory-copies-off"
 logger = logging.getLogger(__name__)
 
@@ -43,29 +47,43 @@ class MemoryCopies:
         ranks: Ranks,
         consensus: RankConsensus,
         resume_point: ResumePoint,
+        places: Sequence[str],
         *,
         attempt: int,
         delay_seconds: float = 0.0,
     ) -> None:
-        """Remove the copies of earlier attempts, except the one that this attempt resumes from. Raises OSError."""
+        """Remove the copies of earlier attempts, except the one that this attempt resumes from. Raises OSError.
+
+        ``places``: that of each rank's copies.
+        """
         self._run, self._ranks, self._consensus, self._attempt = run, ranks, consensus, attempt
         self._key, self._delay_seconds = resume_point.copies_key, delay_seconds
-        self._auto, self._nodes = record.spec.checkpoint.in_memory == "auto", record.spec.cluster.nodes
+        self._auto = record.spec.checkpoint.in_memory == "auto"
         self._groups = record.plan.layout.local_sgd_groups
         self._every = record.plan.durability.memory_copy_steps
         self.folder = copies_folder(run)
         self._lock = open_copies(self.folder)
+        self._is_first_of_place = places.index(places[ranks.rank]) == ranks.rank
+        self._has_others = len(set(places)) > 1
+        self._needs: tuple[int, ...] | None = None  # other ranks; None before the first copy
+        self._transfers: Sequence[Transfer] = ()
+        self._to_partners: RankConsensus | None = None
         self._last = resume_point.step  # the step of the last copy, or at which the attempt begins
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memory-copies")
         self._write: Future[float] | None = None
         self._blocked_seconds = 0.0  # by the last copy
-        self._tried = self._failed = False
+        self._failed = False
         self._reports = 2 if self._auto else 1  # left: of the first copy, and of the first interval by measured times
         kept = resume_point.step if resume_point.in_memory else None
-        if ranks.local_rank == 0:
+        if self._is_first_of_place:
             for path in self.folder.glob("step-*"):
                 if path != checkpoint_path(self.folder, -1 if kept is None else kept):
                     remove_copies(path)
+
+    def send_to_partners(self, transfers: Sequence[Transfer]) -> None:
+        """Send each copy to another place, too."""
+        self._transfers = transfers
+        self._to_partners = RankConsensus(_TRANSFER_SECONDS)  # of its own, because the thread uses it
 
     def is_due(self, step: int) -> bool:
         """Return True if the state after ``step`` steps is to be copied; the same on every rank."""
@@ -88,7 +106,7 @@ class MemoryCopies:
         if self._write is not None and not self._failed:
             try:
                 self._write.result()
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # RuntimeError: of gloo
                 self._failed = True
                 why = Reason("engine.memory-copies-failed", {"error": str(error)})
                 report_off(self._run, self._attempt, why, rank=self._ranks.rank)
@@ -109,61 +127,92 @@ class MemoryCopies:
         ``entries`` must not change until they are again. ``needed``: the slices that this rank reads in a resume.
         ``before_complete``: called in the thread before the copy counts as complete.
         """
-        drop_copies(self.folder, self._ranks.rank, before=self._last)
+        if self._needs is None:
+            self._needs = self._needed_ranks(header, needed) if self._has_others else ()
+        self._drop(before=self._last)
         self._last, self._blocked_seconds = step, blocked_seconds
-        self._write = self._thread.submit(self._write_all, step, header, entries, state, before_complete)
-        if self._tried or self._nodes == 1 or self._covers(step, needed):
-            self._tried = True
-            if self._reports:
-                self._reports -= 1
-                details = {"attempt": self._attempt, "every": self._every, "blocked_seconds": round(blocked_seconds, 4)}
-                report_event(self._run, self._ranks.rank, EVENT, step=step, **details)
-            return
-        self._every = None
-        drop_copies(self.folder, self._ranks.rank, before=math.inf)
-        if self._ranks.rank == 0:
-            report_off(self._run, self._attempt, Reason("engine.memory-copies-spread"))
+        work = (step, header, entries, state, self._needs, before_complete)
+        self._write = self._thread.submit(self._write_all, *work)
+        if self._reports:
+            self._reports -= 1
+            details = {"attempt": self._attempt, "every": self._every, "blocked_seconds": round(blocked_seconds, 4)}
+            if self._transfers:
+                details["nodes"] = 2
+            report_event(self._run, self._ranks.rank, EVENT, step=step, **details)
 
-    def _covers(self, step: int, needed: list[Slice]) -> bool:
-        """Return whether each node has what its ranks need; waits for the first copy."""
-        self._wait()
-        self._consensus.barrier()
-        path = checkpoint_path(self.folder, step)
-        here = [] if self._failed else [file.name for file in path.glob("rank-*.safetensors")]
-        covered = self._groups == 1 and bool(here)
-        covered = covered and StateReader(path, self._ranks.rank, [], here).lacking(needed) is None
-        return self._consensus.least(float(covered)) > 0
+    def _needed_ranks(self, header: ShardHeader, needed: list[Slice]) -> tuple[int, ...]:
+        """Return the other ranks whose files this rank reads in a resume. Collective.
+
+        Ranks tell each other the slices of the matrices of which some rank does not save all that it needs; those of
+        groups of local SGD, each with a state of its own, that of all matrices.
+        """
+        own = header.slices
+        lacking = [part for part in needed if self._groups > 1 or _shared(own, part) < part.numel]
+        parts = self._consensus.gather(sorted({part.name for part in lacking}))
+        names = self._consensus.follow_rank_zero({name for part in parts or () for name in part})
+        saved = self._consensus.gather({name: part for name, part in own.items() if name in names})
+        everyone = self._consensus.follow_rank_zero(saved)
+        assert everyone is not None
+        others = (rank for rank in range(self._ranks.world_size) if rank != self._ranks.rank)
+        return tuple(rank for rank in others if any(_shared(everyone[rank], part) for part in lacking))
+
+    def layout_changed(self) -> None:
+        """Find out again whose files a resume needs: other parameters are trained now."""
+        self._needs = None
 
     def forget(self, step: int) -> None:
         """Remove the copies of later steps: the run goes back to ``step``, or they may be corrupt."""
         self._wait()
         self._consensus.barrier()
-        drop_copies(self.folder, self._ranks.rank, after=step)
+        self._drop(after=step)
         self._last = min(self._last, step)
+
+    def _drop(self, *, before: float = -math.inf, after: float = math.inf) -> None:
+        """Remove copies that no rank is writing, on the first rank of each place."""
+        if self._is_first_of_place:
+            drop_copies(self.folder, before=before, after=after)
 
     def close(self) -> None:
         """Wait for the thread, at the end of the attempt; the node agent removes the folder."""
         self._thread.shutdown()
         os.close(self._lock)
 
-    def _write_all(
-        self, step: int, header: ShardHeader, entries: list[Entry], state: str, before_complete: Callable[[], None]
-    ) -> float:
-        """Write the files of this rank and its manifest, in the thread; return the seconds."""
-        began, path, name = time.monotonic(), checkpoint_path(self.folder, step), shard_name(self._ranks.rank)
+    def _write_all(self, step: int, *rest: Any) -> float:
+        """Write the files of this rank and its manifest, and send them, in the thread; return the seconds."""
+        began = time.monotonic()
+        try:
+            self._write_own(step, *rest)
+        finally:  # the partner waits for it, and another rank's copy comes here
+            if self._to_partners is not None:
+                path = checkpoint_path(self.folder, step)
+                transfer_copies(path, self._transfers, self._ranks.rank, self._to_partners)
+        return time.monotonic() - began
+
+    def _write_own(
+        self,
+        step: int,
+        header: ShardHeader,
+        entries: list[Entry],
+        state: str,
+        needs: tuple[int, ...],
+        before_complete: Callable[[], None],
+    ) -> None:
+        path, name = checkpoint_path(self.folder, step), shard_name(self._ranks.rank)
         make_folder(path, mode=0o700)
         digests: dict[str, FileDigest] = {name: write_shard(path / name, header, entries)}
-        if self._ranks.local_rank == 0:
+        if self._ranks.rank == 0:
             file = HashingWriter(path / STATE_FILE)
             file.write(state.encode())
             digests[STATE_FILE] = file.close()
         time.sleep(self._delay_seconds)
         before_complete()
-        # Without a key, no attempt uses it: of several nodes, the first one is checked when it is written.
-        key = self._key if self._tried or self._nodes == 1 else ""
-        of_job = (step, self._ranks.rank, digests)
-        complete_copy(self.folder, *of_job, key=key, world_size=self._ranks.world_size, attempt=self._attempt)
-        return time.monotonic() - began
+        files, world_size = (step, self._ranks.rank, digests), self._ranks.world_size
+        complete_copy(self.folder, *files, key=self._key, world_size=world_size, attempt=self._attempt, needs=needs)
+
+
+def _shared(saved: Mapping[str, Slice], part: Slice) -> int:
+    """Return how many elements of a slice are among those that a rank saves."""
+    return sum(shared.length for shared in overlaps(saved[part.name], part)) if part.name in saved else 0
 
 
 def report_off(run: RunDir, attempt: int, why: Reason, **details: int) -> None:
@@ -187,21 +236,36 @@ def open_memory_copies(
     planned = record.plan.durability
     if planned.memory_copy_steps is None:
         return None
+    folder = copies_folder(run)
+    places = consensus.follow_rank_zero(consensus.gather(place_of(folder)))
+    assert places is not None
+    transfers = transfers_to_partners(places) if planned.memory_copies_on_partners else []
+
+    def first_problem(problem: Reason | None) -> Reason | None:
+        problems = consensus.gather(problem)
+        return consensus.follow_rank_zero(next((each for each in problems or () if each is not None), None))
+
+    def lacks_room(needed: int) -> Reason | None:
+        return first_problem(_too_little_room(folder, needed) if ranks.local_rank == 0 else None)
+
+    problem = lacks_room(planned.memory_copy_bytes_per_node)
+    if problem is not None and transfers:
+        if ranks.rank == 0:
+            report_off(run, attempt, Reason("engine.memory-copies-on-one-node", dict(problem.params)))
+        transfers, problem = [], lacks_room(without_partners(planned.memory_copy_bytes_per_node))
     found: MemoryCopies | None = None
-    problem: Reason | None = None
-    try:
-        if ranks.local_rank == 0:
-            problem = _too_little_room(copies_folder(run), planned.memory_copy_bytes_per_node)
-        if problem is None:
-            places = (run, record, ranks, consensus, resume_point)
-            found = MemoryCopies(*places, attempt=attempt, delay_seconds=delay_seconds)
-    except OSError as error:
-        problem = Reason("engine.memory-copies-failed", {"error": str(error)})
-    problems = consensus.gather(problem)
-    problem = consensus.follow_rank_zero(next((each for each in problems or () if each is not None), None))
     if problem is None:
+        place = (run, record, ranks, consensus, resume_point, places)
+        try:
+            found = MemoryCopies(*place, attempt=attempt, delay_seconds=delay_seconds)
+        except OSError as error:
+            problem = Reason("engine.memory-copies-failed", {"error": str(error)})
+        problem = first_problem(problem)
+    if problem is None and found is not None:
+        if transfers:
+            found.send_to_partners(transfers)
         return found
-    if ranks.rank == 0:
+    if ranks.rank == 0 and problem is not None:
         report_off(run, attempt, problem)
     return None
 

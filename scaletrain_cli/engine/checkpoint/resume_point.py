@@ -1,5 +1,6 @@
 """Find the checkpoint that an attempt resumes from; all ranks verify it together."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -7,16 +8,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from scaletrain_cli.engine.checkpoint.copy_transfer import needed_at, transfer_copies, transfers_to_resume
+from scaletrain_cli.engine.checkpoint.shard_file import shard_name
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, committed_folders, find_defects, read_checkpoint
+from scaletrain_cli.rundir.checkpoints import (
+    STATE_FILE,
+    Checkpoint,
+    Defect,
+    checkpoint_path,
+    committed_folders,
+    find_defects,
+    read_checkpoint,
+)
 from scaletrain_cli.rundir.evaluations import PREFIX
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics, steps_logged_since_begun
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
-from scaletrain_cli.worker.memory_copies import read_copies
+from scaletrain_cli.worker.memory_copies import place_of, read_copies
 
 T = TypeVar("T")
 _MOST_PROBLEMS_SHOWN = 5
@@ -80,8 +92,8 @@ def find_resume_point(
 ) -> ResumePoint:
     """Verify the checkpoints in ``folder``, move corrupt ones aside, and return where to resume. Collective.
 
-    A newer copy in host memory is used if all nodes have it whole; ``copies``: the folder of this node's, None to use
-    none. Only copies of the same ``revision`` of the run count, since it last started from scratch.
+    A newer copy in host memory is used if the nodes have it whole together; ``copies``: the folder of this node's, None
+    to use none. Only copies of the same ``revision`` of the run count, since it last started from scratch.
     Raises UsageError if there should be a checkpoint and none is valid, or if the latest one has more steps than
     ``spec``; UnreadableCheckpointsError if no node can read one, and WrongNodesError on a node that cannot read what
     others can.
@@ -142,22 +154,47 @@ def find_latest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, c
 def _find_copy(
     folder: Path, key: str, saved_step: int, ranks: Ranks, consensus: RankConsensus
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest copy in host memory after ``saved_step`` that every rank has and verifies, and what is damaged.
+    """Return the newest copy in host memory after ``saved_step`` of which every rank has its part, and what is damaged.
 
-    Its files are those of the ranks of this node.
+    A node receives what it does not have of it from one that does. The files of the copy are those that the ranks of
+    this node need.
     """
-    own = {step: copy for step, copy in read_copies(folder, ranks.rank, key).items() if step > saved_step}
-    steps = consensus.gather([step for step, copy in own.items() if copy.world_size == ranks.world_size])
-    common = sorted(set.intersection(*map(set, steps)), reverse=True) if steps is not None else []
+    usable = {
+        step: {rank: copy.needs for rank, copy in copies.items() if copy.world_size == ranks.world_size}
+        for step, copies in read_copies(folder, key).items()
+        if step > saved_step
+    }
+    everywhere = consensus.follow_rank_zero(consensus.gather((place_of(folder), usable)))
+    assert everywhere is not None
+    places = [place for place, _ in everywhere]
+    here = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
     damaged: list[str] = []
-    for step in consensus.follow_rank_zero(common):
-        parts = consensus.gather([f"{name}: {defect}" for name, defect in find_defects(own[step]).items()])
+    for step in sorted({step for _, steps in everywhere for step in steps}, reverse=True):
+        held = [steps.get(step, {}) for _, steps in everywhere]
+        needs = {rank: others for each in held for rank, others in each.items()}
+        if len(needs) < ranks.world_size:
+            continue
+        path = checkpoint_path(folder, step)
+        if transfers := transfers_to_resume(places, held, needs):
+            with contextlib.suppress(OSError):  # the rank does not have its part then
+                transfer_copies(path, transfers, ranks.rank, consensus)
+        consensus.barrier()  # the files that the other ranks of this node receive are here
+        copies = read_copies(folder, key).get(step, {})
+        needed = sorted(needed_at(here, needs))
+        problems: dict[str, object] = {}
+        for rank in (ranks.rank, *(set(needed) - set(here) if ranks.rank == here[0] else ())):
+            problems |= find_defects(copies[rank]) if rank in copies else {shard_name(rank): "not received"}
+        parts = consensus.gather([f"{name}: {problem}" for name, problem in problems.items()])
         lines = [f"copy of step {step} in host memory, {line}" for part in parts or () for line in part]
-        if not (lines := consensus.follow_rank_zero(lines)):
-            here = (read_copies(folder, rank, key).get(step) for rank in range(ranks.world_size))
-            files = {name: digest for copy in here if copy is not None for name, digest in copy.files.items()}
-            return replace(own[step], files=files), damaged
-        damaged += lines
+        if lines := consensus.follow_rank_zero(lines):
+            damaged += lines
+            continue
+        state = consensus.follow_rank_zero((path / STATE_FILE).read_bytes().decode() if ranks.rank == 0 else "")
+        if ranks.rank == here[0] != 0:
+            replace_file(path / STATE_FILE, state)
+        consensus.barrier()
+        files = {name: digest for rank in needed for name, digest in copies[rank].files.items()}
+        return replace(copies[ranks.rank], files=files), damaged
     return None, damaged
 
 

@@ -316,14 +316,6 @@ class StateReader:
             raise ScaletrainError(Reason("engine.checkpoint-incomplete", params))
         return values
 
-    def lacking(self, parts: Sequence[Slice]) -> str | None:
-        """Return the name of a slice of which the files have only a part; None if they have all."""
-        for part in parts:
-            saved = [slice for _, slice in self._index.get(part.name, [])]
-            if sum(shared.length for each in saved for shared in overlaps(each, part)) < part.numel:
-                return part.name
-        return None
-
     def opaque(self, shard: int) -> dict[str, Tensor]:
         """Return the states of a flat shard that only this layout can read. Raises UsageError in another layout."""
         prefix = f"{OPAQUE}/{shard}/"

@@ -10,6 +10,7 @@ from scaletrain_cli.plan.reliability.durability import (
     MEMORY_SHARE,
     SPOT_HOURS_BETWEEN_PREEMPTIONS,
     gpu_hours_between_failures,
+    may_have_partners,
     memory_copies_lack_room,
     memory_copy_bytes,
     spare_nodes_pay_from,
@@ -79,6 +80,8 @@ def _about_host_memory(spec: RunSpec, layout: Layout, memory: Memory, durability
             yield Reason("plan.memory-copies-too-large", {"needed": needed, "share": share})
         else:
             yield Reason("plan.memory-copies-too-rare", {"every": every})
+    elif durability.memory_copy_steps is not None and may_have_partners(spec) != durability.memory_copies_on_partners:
+        yield Reason("plan.memory-copies-on-one-node", {"share": MEMORY_SHARE})
     offloaded = memory.host * min(spec.cluster.gpus_per_node, layout.world_size)
     copied = durability.copy_bytes_per_node
     given = spec.cluster.section.host_memory_per_node

@@ -43,8 +43,10 @@ _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER = 12 * 992
 SPOT_HOURS_BETWEEN_PREEMPTIONS = 2.4
 # Copies in host memory: the share of the time that those of ``auto`` may take, and the share of the free host memory.
 MEMORY_COST, MEMORY_SHARE = 0.01, 0.5
-# The two newest, and the buffers from which the next one is written.
-_COPIES_HELD = 3
+# The two newest, and the buffers from which the next one is written; and the two newest of another node.
+_COPIES_HELD, _COPIES_HELD_WITH_PARTNERS = 3, 5
+# Bytes/s at which a node sends copies to another one, by TCP; an assumption, 10 Gbit/s.
+_SENT_BYTES_PER_SECOND_PER_NODE = 1.25e9
 # Bytes/s at which a rank writes and hashes a copy by SHA-256, with the processor's instructions for it; an assumption.
 _HASHED_BYTES_PER_SECOND = 1e9
 # Above this number of expected interruptions per interval no run finishes, and exp() would overflow.
@@ -136,11 +138,19 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         interval_steps = spec.checkpoint.every
     interval = interval_steps * time.step
     restart = _restart_seconds(spec, size, device)
-    # A spare node replaces one that fails; a preemption takes the whole job.
-    after_loss = (failures * _replacement_seconds(spec, size, device) + (sudden - failures) * restart) / sudden
     behind = save - blocked
-    copy_steps, copies = _memory_copies(spec, size, time.step, interval_steps, device)
-    goodput = expected_goodput(interval, save, blocked, after_loss, sudden) / (1 + noticed * (restart + save))
+    copy_steps, copies, on_partners = _memory_copies(spec, size, time.step, interval_steps, device)
+    # A spare node replaces one that fails; a preemption takes the whole job, and its copies.
+    after_loss = (failures * _replacement_seconds(spec, size, device) + (sudden - failures) * restart) / sudden
+    from_memory, repeated, from_disk, again = 0.0, 0.0, sudden, 0.0
+    if copy_steps is not None and on_partners:
+        from_memory = failures - _requeued(spec, failures)
+        after_loss, from_disk = restart, sudden - from_memory
+        repeated = copy_steps * time.step  # half an interval, and up to as much until a copy is whole
+        again = _replaced_seconds(spec, size, device) + repeated
+    goodput = expected_goodput(interval, save, blocked, after_loss, from_disk)
+    goodput /= 1 + noticed * (restart + save) + from_memory * again
+    lost = (_lost_seconds(interval + blocked, from_disk) + behind) * from_disk + repeated * from_memory
     wall = time.to_train / goodput if goodput > 0 else None
     return Durability(
         checkpoint_bytes=size,
@@ -154,33 +164,52 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         seconds_between_interruptions=between,
         seconds_between_losses=1 / sudden,
         interruptions_expected=None if wall is None else wall / between,
-        lost_work_seconds=(_lost_seconds(interval + blocked, sudden) + behind) * sudden * between,
+        lost_work_seconds=lost * between,
         wall_seconds=wall,
         copy_bytes_per_node=math.ceil(size / spec.cluster.nodes),
         memory_copy_steps=copy_steps,
         memory_copy_bytes_per_node=copies,
+        memory_copies_on_partners=on_partners,
     )
 
 
 def _memory_copies(
     spec: RunSpec, size: int, step: float, interval_steps: int, device: Accelerator
-) -> tuple[int | None, int]:
-    """Return the steps between copies in host memory, and their bytes on each node; None and 0 for no copies."""
+) -> tuple[int | None, int, bool]:
+    """Return the steps between copies in host memory, their bytes on each node, and whether another node has them too.
+
+    None, 0 and False for no copies.
+    """
     given, bytes_per_node = spec.checkpoint.in_memory, memory_copy_bytes(spec, size)
     if given == "off" or memory_copies_lack_room(spec, bytes_per_node):
-        return None, 0
+        return None, 0, False
+    # Without a node that takes the place of a lost one, the job and its copies end with it.
+    more = bytes_per_node * _COPIES_HELD_WITH_PARTNERS // _COPIES_HELD
+    on_partners = may_have_partners(spec) and not memory_copies_lack_room(spec, more)
     if given != "auto":
         every = given
     else:
         blocked = size / (min(_COPY_BYTES_PER_SECOND_PER_GPU, device.host_bandwidth) * spec.world_size)
         written = size / (_HASHED_BYTES_PER_SECOND * spec.world_size)
+        if on_partners:
+            written += written + size / (_SENT_BYTES_PER_SECOND_PER_NODE * spec.cluster.nodes)
         every = max(1, math.ceil(max(blocked / MEMORY_COST, written) / step))
-    return (every, bytes_per_node) if every < interval_steps else (None, 0)
+    return (every, more if on_partners else bytes_per_node, on_partners) if every < interval_steps else (None, 0, False)
+
+
+def may_have_partners(spec: RunSpec) -> bool:
+    """Return whether copies in host memory are of use on a second node: a spare one may replace the first."""
+    return spec.cluster.spare_nodes > 0 and spec.cluster.nodes > 1
 
 
 def memory_copy_bytes(spec: RunSpec, size: int) -> int:
-    """Return the host memory of each node for copies of a state of ``size`` bytes in host memory."""
+    """Return the host memory of each node for copies of a state of ``size`` bytes, those of its own ranks alone."""
     return _COPIES_HELD * math.ceil(size / spec.cluster.nodes)
+
+
+def without_partners(bytes_per_node: int) -> int:
+    """Return the part of the host memory for copies that those of a node's own ranks take."""
+    return bytes_per_node * _COPIES_HELD // _COPIES_HELD_WITH_PARTNERS
 
 
 def memory_copies_lack_room(spec: RunSpec, bytes_per_node: int) -> bool:
@@ -197,6 +226,8 @@ def most_goodput(spec: RunSpec, device: Accelerator, size: int, step_seconds: fl
     save = size / spec.cluster.nodes / _storage_rate(spec)
     blocked, restart = _blocked_seconds(spec, size, save, device), _replacement_seconds(spec, size, device)
     preemptions, failures = interruptions_per_second(spec, device)
+    if spec.checkpoint.in_memory != "off" and may_have_partners(spec):
+        failures = _requeued(spec, failures)
     behind = restart + save - blocked
     found = _most_share(blocked, behind, preemptions + failures)
     if save + step_seconds <= spec.cluster.grace_seconds:
@@ -235,10 +266,20 @@ def _restart_seconds(spec: RunSpec, size: int, device: Accelerator) -> float:
 
 
 def _replacement_seconds(spec: RunSpec, size: int, device: Accelerator) -> float:
-    """Return the same after a failure, which a spare node of the job replaces if it has one."""
-    restart, spare = _restart_seconds(spec, size, device), spec.cluster.spare_nodes
-    # The failure after the last spare node requeues the job, which then has all of them again.
-    return restart if device.is_cpu else restart - spare / (spare + 1) * (_START_SECONDS - _REPLACEMENT_SECONDS)
+    """Return the same after a failure, which a spare node of the job replaces if it has one: the mean."""
+    requeued, replaced = _restart_seconds(spec, size, device), _replaced_seconds(spec, size, device)
+    return replaced + _requeued(spec, requeued - replaced)
+
+
+def _replaced_seconds(spec: RunSpec, size: int, device: Accelerator) -> float:
+    """Return the same where a spare node takes the place of one that fails."""
+    saved = 0.0 if device.is_cpu else _START_SECONDS - _REPLACEMENT_SECONDS
+    return _restart_seconds(spec, size, device) - saved
+
+
+def _requeued(spec: RunSpec, amount: float) -> float:
+    """Return the share of failures that requeue the job: that after the last spare node, and then it has all again."""
+    return amount / (spec.cluster.spare_nodes + 1)
 
 
 def spare_nodes_pay_from(spec: RunSpec, device: Accelerator) -> float:

@@ -54,6 +54,8 @@ _WARNINGS: Texts = {
     "which checkpoints are written {copied:bytes}; whether the nodes have so much is not checked",
     "memory-copies-too-large": "checkpoint.in_memory is off: copies of the state would take {needed:bytes} of each "
     "node's memory, more than {share:percent} of what the job requests",
+    "memory-copies-on-one-node": "copies in host memory stay on their own node, because with those of another node "
+    "they would take more than {share:percent} of what the job requests: a lost node resumes from disk",
     "memory-copies-too-rare": "checkpoint.in_memory is off: copies in host memory would be no more frequent than "
     "checkpoints, every {every:of step}",
     "emulated-precision": "{device} has no {precision} units: {precision} is emulated, slowly. Times assume fp32 speed",

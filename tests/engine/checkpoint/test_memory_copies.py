@@ -15,13 +15,14 @@ from scaletrain_cli.engine.checkpoint import memory_copies
 from scaletrain_cli.engine.checkpoint.memory_copies import MemoryCopies, open_memory_copies
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice
-from scaletrain_cli.engine.process_group import Ranks
-from scaletrain_cli.rundir.checkpoints import checkpoint_path, verify
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.rundir.checkpoints import verify
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.memory_copies import read_copies
+from tests.engine.ranks import on_ranks
 
-SLICE = Slice("w", torch.Size([4]), None, 0, 4)
+SLICE = Slice("w", (4,), None, 0, 4)
 KEY = "key"
 
 
@@ -50,7 +51,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def opened(run: RunDir, in_memory: object = 1, *, nodes: int = 1, step: int = 0, from_copy: bool = False) -> Any:
     spec = SimpleNamespace(checkpoint=SimpleNamespace(in_memory=in_memory), cluster=SimpleNamespace(nodes=nodes))
-    planned = SimpleNamespace(memory_copy_steps=1, memory_copy_bytes_per_node=100)
+    planned = SimpleNamespace(memory_copy_steps=1, memory_copy_bytes_per_node=100, memory_copies_on_partners=False)
     plan = SimpleNamespace(durability=planned, layout=SimpleNamespace(local_sgd_groups=1))
     point = ResumePoint(None, step, False, [], 0, [], in_memory=from_copy, copies_key=KEY)
     place: Any = (run, SimpleNamespace(spec=spec, plan=plan), Ranks(0, 1, 0), Alone(), point)
@@ -69,7 +70,7 @@ def copied(copies: MemoryCopies, step: int, *, blocked: float = 0.0, seconds: fl
 
 def complete(copies: MemoryCopies) -> list[int]:
     copies.ready(1.0)
-    return sorted(read_copies(copies.folder, 0, KEY))
+    return sorted(read_copies(copies.folder, KEY))
 
 
 def test_the_two_newest_copies_are_kept_and_verify(run: RunDir) -> None:
@@ -79,7 +80,7 @@ def test_the_two_newest_copies_are_kept_and_verify(run: RunDir) -> None:
         assert copied(copies, step)
         assert not copies.is_due(step)
     assert complete(copies) == [3, 4]
-    assert [verify(copy) for copy in read_copies(copies.folder, 0, KEY).values()] == [[], []]
+    assert [verify(copy[0]) for copy in read_copies(copies.folder, KEY).values()] == [[], []]
 
 
 def test_an_attempt_keeps_the_copy_that_it_resumes_from_and_no_other(run: RunDir) -> None:
@@ -93,7 +94,7 @@ def test_an_attempt_keeps_the_copy_that_it_resumes_from_and_no_other(run: RunDir
 
 def complete_after(copies: MemoryCopies) -> list[int]:
     copies.close()
-    return sorted(read_copies(copies.folder, 0, KEY))
+    return sorted(read_copies(copies.folder, KEY))
 
 
 def test_a_rollback_removes_the_copies_of_later_steps(run: RunDir) -> None:
@@ -140,21 +141,28 @@ def test_a_node_without_room_makes_no_copies(run: RunDir, monkeypatch: pytest.Mo
     assert opened(run) is not None
 
 
-def test_a_node_that_lacks_a_part_of_what_its_ranks_need_makes_no_copies(run: RunDir) -> None:
-    copies = opened(run, nodes=2)
-    assert copies.ready(1.0)
-    half = Slice("w", torch.Size([4]), None, 0, 2)
-    entries = [Entry("weight/w", torch.zeros(2))]
-    header = ShardHeader(0, {"w": half}, {})
-    copies.begin(1, header, entries, "{}", needed=[SLICE], blocked_seconds=0.0, before_complete=lambda: None)
-    assert [event["code"] for event in read_events(run)] == ["engine.memory-copies-spread"]
-    assert not copies.is_due(2)
-    assert not checkpoint_path(copies.folder, 1).exists()
+def save_on_its_own_node(root: Path) -> list[tuple[int, ...]]:
+    """Be one of two ranks on two nodes that save halves of ``w`` and need all of it; return the needs of two copies."""
+    rank, both = int(os.environ["RANK"]), RankConsensus(60)
+    plan = SimpleNamespace(durability=SimpleNamespace(memory_copy_steps=1), layout=SimpleNamespace(local_sgd_groups=1))
+    spec = SimpleNamespace(checkpoint=SimpleNamespace(in_memory=1))
+    memory_copies.copies_folder = lambda run: root / f"node {rank}"  # type: ignore[attr-defined,assignment]
+    point = ResumePoint(None, 0, False, [], 0, [], copies_key=KEY)
+    record: Any = SimpleNamespace(spec=spec, plan=plan)
+    copies = MemoryCopies(RunDir(root), record, Ranks(rank, 2, 0), both, point, ["a", "b"], attempt=1)
+    needs = []
+    for step, needed in ((1, [SLICE]), (2, [])):
+        assert copies.ready(1.0)
+        header = ShardHeader(rank, {"w": Slice("w", (4,), None, 2 * rank, 2 * rank + 2)}, {})
+        entries = [Entry("weight/w", torch.zeros(2))]
+        copies.begin(step, header, entries, "{}", needed=needed, blocked_seconds=0.0, before_complete=lambda: None)
+        copies.layout_changed()
+        copies.ready(1.0)
+        needs.append(read_copies(copies.folder, KEY)[step][rank].needs)
+    return needs
 
 
-def test_of_several_nodes_the_first_copy_is_not_used_before_it_is_checked(run: RunDir) -> None:
-    copies = opened(run, nodes=2)
-    copied(copies, 1)
-    assert complete(copies) == []
-    copied(copies, 2)
-    assert complete(copies) == [2]
+def test_a_copy_states_of_which_other_ranks_a_resume_needs_the_files(tmp_path: Path) -> None:
+    """Replicas save a share each. Once the layout has changed it is found out again."""
+    (tmp_path / "attempts").mkdir()
+    assert on_ranks(2, save_on_its_own_node, tmp_path) == [[(1,), ()], [(0,), ()]]

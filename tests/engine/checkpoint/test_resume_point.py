@@ -17,7 +17,14 @@ from scaletrain_cli.engine.checkpoint.resume_point import (
 )
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
-from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, checkpoint_path, find_defects, read_checkpoint
+from scaletrain_cli.rundir.checkpoints import (
+    STATE_FILE,
+    Checkpoint,
+    Defect,
+    checkpoint_path,
+    find_defects,
+    read_checkpoint,
+)
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker import checkpoint_commit
@@ -196,6 +203,9 @@ class Job:
     def follow_rank_zero(self, item: Any) -> Any:
         return self._share(item)[0]
 
+    def barrier(self) -> None:
+        self._share(None)
+
 
 @pytest.fixture
 def job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Job:
@@ -271,6 +281,10 @@ def copy(job: Job, step: int, *, ranks: int = 4, world_size: int = 4, start: int
         writer = checkpoint_commit.HashingWriter(place / PATTERN.format(rank))
         writer.write(b"weights" * 100)
         files, key = {PATTERN.format(rank): writer.close()}, f"revision 0, start {start}"
+        if rank == 0:
+            state = checkpoint_commit.HashingWriter(place / STATE_FILE)
+            state.write(b"{}")
+            files[STATE_FILE] = state.close()
         complete_copy(folder, step, rank, files, key=key, world_size=world_size, attempt=1)
 
 
@@ -291,7 +305,9 @@ def test_a_newer_copy_in_memory_is_used_by_each_rank_from_its_own_node(job: Job)
         assert isinstance(begin, ResumePoint)
         assert begin.checkpoint is not None
         assert begin.checkpoint.path == checkpoint_path(job.run.path / f"memory/node {rank // 2}", 24)
-        assert sorted(begin.checkpoint.files) == [PATTERN.format(each) for each in (rank // 2 * 2, rank // 2 * 2 + 1)]
+        of_node = {PATTERN.format(each) for each in (rank // 2 * 2, rank // 2 * 2 + 1)}
+        assert set(begin.checkpoint.files) - {STATE_FILE} == of_node
+        assert (begin.checkpoint.path / STATE_FILE).read_bytes() == b"{}", "rank 0 has it for all"
         assert begin.saved_step == 20
 
 

@@ -14,6 +14,7 @@ from scaletrain_cli.plan.reliability.durability import (
     plan_durability,
     save_seconds,
     spare_nodes_pay_from,
+    without_partners,
 )
 from tests.plan.specs import ONE_LAYOUT, spec_of
 
@@ -258,6 +259,24 @@ def test_copies_in_host_memory_are_planned_with_their_interval_and_memory() -> N
     assert (plans["off"].memory_copy_steps, plans[7].memory_copy_steps) == (None, 7)
     # 32 GPUs, 5 GB/s each: 1 % of the time.
     assert plans["auto"].memory_copy_steps == math.ceil(size / (32 * 5e9) / 0.01 / step)
+
+
+def test_copies_on_a_second_node_are_planned_for_jobs_with_spare_nodes_and_count_in_the_goodput() -> None:
+    alone, second = (plan_of(checkpoint__in_memory=7, cluster__spare_nodes=spare).durability for spare in (0, 1))
+    assert (alone.memory_copies_on_partners, second.memory_copies_on_partners) == (False, True)
+    assert second.memory_copy_bytes_per_node == 5 * second.checkpoint_bytes // 4
+    assert without_partners(second.memory_copy_bytes_per_node) == alone.memory_copy_bytes_per_node
+    without = plan_of(cluster__spare_nodes=1).durability
+    assert second.expected_goodput > without.expected_goodput
+    assert second.lost_work_seconds < without.lost_work_seconds
+    assert second.interval_steps == without.interval_steps, "on disk as often as before"
+
+
+def test_copies_stay_on_their_own_node_if_a_second_one_has_no_room_for_them() -> None:
+    settings = {"cluster__spare_nodes": 1, "cluster__slurm": {"memory_per_node": "150GB"}}
+    plan = plan_of(checkpoint__in_memory=7, **settings)
+    assert (plan.durability.memory_copy_steps, plan.durability.memory_copies_on_partners) == (7, False)
+    assert "a lost node resumes from disk" in "\n".join(map(str, plan.warnings))
 
 
 @pytest.mark.parametrize(
