@@ -68,7 +68,7 @@ class Slice:
             if not (rank < ranks and dim < len(shape) and 0 < sum(ratio) <= _MOST_PARTS):
                 raise ValueError(f"{name} has shard {rank} of {ranks} along dimension {dim} of {shape}")
             spec = ShardSpec(dim, ranks, rank, tuple(parts) if isinstance(parts, list) else parts)
-            held = held // max(1, shape[dim]) * sum(length for _, length in spec.spans(shape[dim]))
+            held = held // max(1, shape[dim]) * spec.held(shape[dim])
         if not data["start"] <= data["stop"] <= held:
             raise ValueError(f"{name} has elements {data['start']} to {data['stop']} of {held}")
         return cls(name, shape, spec, data["start"], data["stop"])

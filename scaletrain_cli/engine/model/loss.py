@@ -15,12 +15,13 @@ from torch.autograd import Function
 
 from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.plan.memory.activations import LOSS_CHUNK_TOKENS
+from scaletrain_cli.plan.memory.activations import HEAD_MULTIPLE, LOSS_CHUNK_TOKENS
 from scaletrain_cli.reasons import Reason
 
 NOT_COUNTED = -100  # torch's ignore_index
 
-# hidden [tokens, size], weight [vocab, size], labels [tokens], label smoothing -> summed loss in nats, fp32
+# hidden [tokens, size], weight [vocab, size], which may have more rows that do not count, labels [tokens], label
+# smoothing -> summed loss in nats, fp32
 TokenLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 # the same, to the loss of each token [tokens], 0 where the label does not count
 TokenLosses = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -33,8 +34,10 @@ class LanguageModelHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.softcap = softcap  # logits x become softcap * tanh(x / softcap)
-        self.token_loss: TokenLoss = partial(token_loss, softcap=softcap)
-        self.token_losses: TokenLosses | None = partial(token_losses, softcap=softcap)  # None: the kernel has sums only
+        each = partial(cross_entropy, softcap=softcap, vocabulary=vocab_size)
+        self.token_loss: TokenLoss = each
+        self.token_losses: TokenLosses | None = partial(each, reduction="none")  # None: the kernel has sums only
+        self.multiple = 1  # of the rows in matrix products; see HEAD_MULTIPLE
         self.label_smoothing = 0.0
         self.tokens_at_once: int | None = None  # None: all of them
         self.kept_losses: list[Tensor] | None = None  # of the tokens, [tokens] each, in order; None: not kept
@@ -60,6 +63,8 @@ class LanguageModelHead(nn.Module):
             hidden, weight = self.extended(hidden, weight)
         if labels is None:
             return logits_of(hidden, weight, self.softcap)
+        if added := -len(weight) % self.multiple:  # once, not in each chunk
+            weight = F.pad(weight, (0, 0, 0, added))
         if by_row:
             return self._row_log_probabilities(hidden, weight, labels)
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
@@ -101,34 +106,42 @@ def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: fl
     Raises InfeasibleError if Liger's kernel cannot run.
     """
     head.label_smoothing = label_smoothing
+    # Liger's kernel would count the rows that are added.
+    head.multiple = HEAD_MULTIPLE if device.type == "cuda" and kind != "liger" else 1
     if kind == "chunked":
         head.tokens_at_once = LOSS_CHUNK_TOKENS
     if kind == "liger":
-        if getattr(head.token_loss, "func", None) is not token_loss:
+        if getattr(head.token_loss, "func", None) is not cross_entropy:
             raise InfeasibleError(Reason("engine.liger-needs-whole-vocabulary"))
         head.token_loss, head.token_losses = liger_token_loss(device, head.softcap), None
 
 
-def logits_of(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
-    """Return the logits [..., vocab] in fp32 of hidden states [..., size], within a cap if there is one."""
-    logits = F.linear(hidden, weight).float()
+def logits_of(hidden: Tensor, weight: Tensor, softcap: float | None = None, vocabulary: int | None = None) -> Tensor:
+    """Return the logits [..., vocab] in fp32 of hidden states [..., size], within a cap if there is one.
+
+    ``vocabulary``: the number of rows that count; None: all.
+    """
+    logits = F.linear(hidden, weight)[..., :vocabulary].float()
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def token_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0, softcap: float | None = None
+def cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    softcap: float | None = None,
+    vocabulary: int | None = None,
+    reduction: str = "sum",
 ) -> Tensor:
-    """Return the summed cross-entropy of tokens: hidden [tokens, size], weight [vocab, size], labels [tokens]."""
-    logits = logits_of(hidden, weight, softcap)
-    return F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, reduction="sum", label_smoothing=label_smoothing)
+    """Return the summed cross-entropy of tokens: hidden [tokens, size], weight [vocab, size], labels [tokens].
 
-
-def token_losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0, softcap: float | None = None
-) -> Tensor:
-    """Return the cross-entropy of each token, [tokens]; arguments as for ``token_loss``."""
-    logits = logits_of(hidden, weight, softcap)
-    return F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, reduction="none", label_smoothing=label_smoothing)
+    ``softcap`` and ``vocabulary`` as in ``logits_of``. ``reduction``: "none" for that of each token, [tokens].
+    """
+    logits = logits_of(hidden, weight, softcap, vocabulary)
+    settings: Any = {"reduction": reduction, "label_smoothing": label_smoothing}
+    return F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, **settings)
 
 
 def liger_token_loss(device: torch.device, softcap: float | None = None) -> TokenLoss:

@@ -81,7 +81,7 @@ def _chunk_seed(seed: int, name: str, chunk: int) -> int:
 
 
 def _local(whole_shape: tuple[int, ...], spec: ShardSpec | None) -> tuple[int, ...]:
-    return tuple(n // spec.ranks if spec and dim == spec.dim else n for dim, n in enumerate(whole_shape))
+    return tuple(spec.held(n) if spec and dim == spec.dim else n for dim, n in enumerate(whole_shape))
 
 
 class WeightSource(Protocol):

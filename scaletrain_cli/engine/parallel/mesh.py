@@ -5,7 +5,7 @@ the order of DeepSpeed's PipeModelDataParallelTopology with sequence and context
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,20 +21,31 @@ from scaletrain_cli.plan.stages import replicas, sequence_multiple, zero_shards
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One of ``ranks`` equal shards along ``dim``.
+    """One of ``ranks`` shards along ``dim``, all of one size but for the last ones, which may be smaller.
 
     ``parts``: a fused projection is this many matrices side by side, each of which is sharded (GPT-2's ``c_attn``: 3),
-    or the ratio of their widths (Phi-3's ``qkv_proj`` with four queries per key: (4, 1, 1)).
+    or the ratio of their widths (Phi-3's ``qkv_proj`` with four queries per key: (4, 1, 1)). ``size``: of the whole
+    dimension; None: that of all shards if they are of one size.
     """
 
     dim: int
     ranks: int
     rank: int
     parts: int | tuple[int, ...] = 1
+    size: int | None = field(default=None, compare=False)
 
     def spans(self, size: int) -> list[tuple[int, int]]:
         """Return (first index, length) of this rank's share of each part, in a whole dimension of ``size``."""
-        return [(first + self.rank * (width // self.ranks), width // self.ranks) for first, width in self._parts(size)]
+        spans = []
+        for first, width in self._parts(size):
+            most = -(-width // self.ranks)
+            begin = min(self.rank * most, width)
+            spans.append((first + begin, min(most, width - begin)))
+        return spans
+
+    def held(self, size: int) -> int:
+        """Return how much of a whole dimension of ``size`` this rank has."""
+        return sum(length for _, length in self.spans(size))
 
     def take(self, whole: Tensor) -> Tensor:
         """Return this rank's shard, a copy."""
@@ -44,8 +55,9 @@ class ShardSpec:
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the whole, given the shards of all ranks in order."""
         size = sum(shard.shape[self.dim] for shard in shards)
-        widths = [width // self.ranks for _, width in self._parts(size)]
-        split = [torch.split(shard, widths, self.dim) for shard in shards]
+        spans = [replace(self, rank=rank).spans(size) for rank in range(self.ranks)]
+        widths = [[width for _, width in of_rank] for of_rank in spans]
+        split = [torch.split(shard, own, self.dim) for shard, own in zip(shards, widths, strict=True)]
         return torch.cat([torch.cat(part, self.dim) for part in zip(*split, strict=True)], self.dim)
 
     def _parts(self, size: int) -> list[tuple[int, int]]:
@@ -56,7 +68,7 @@ class ShardSpec:
 
     def whole_shape(self, local: torch.Size) -> tuple[int, ...]:
         """Return the shape before sharding."""
-        return tuple(size * self.ranks if dim == self.dim else size for dim, size in enumerate(local))
+        return tuple((self.size or size * self.ranks) if dim == self.dim else size for dim, size in enumerate(local))
 
 
 def mark_sharded(parameter: nn.Parameter, spec: ShardSpec) -> None:

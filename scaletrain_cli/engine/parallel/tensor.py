@@ -17,6 +17,7 @@ Factors of experts are on the ranks of their experts, and a pipeline stage has t
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -93,17 +94,17 @@ def _placement(layer: nn.Module, module: Adapted, axis: Axis) -> Placement:
     if isinstance(layer, RowParallelLinear):
         return Placement(shard_a=along(1), reduce=sum_products, first_input=module.inputs // axis.size * axis.rank)
     if isinstance(layer, VocabularyParallelEmbedding):
-        return Placement(shard_a=along(1), lookup=_lookup(axis))
+        return Placement(shard_a=along(1), lookup=_lookup(axis, layer.first))
     if module.kind == "head":
         return Placement(shard_b=along(0))
     return Placement()  # a layer that every tensor rank has, such as an embedding of positions
 
 
-def _lookup(axis: Axis) -> Any:
+def _lookup(axis: Axis, first: int) -> Any:
     """Return a lookup in rows [tokens of the rank, rank of the adapter], as that of a sharded embedding."""
 
     def lookup(tokens: Tensor, rows: Tensor) -> Tensor:
-        numbers = tokens - axis.rank * len(rows)
+        numbers = tokens - first
         elsewhere = (numbers < 0) | (numbers >= len(rows))
         found = F.embedding(numbers.masked_fill(elsewhere, 0), rows)
         return sum_over_ranks(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), axis)
@@ -117,28 +118,29 @@ def _lookup(axis: Axis) -> Any:
 class VocabularyLoss:
     """Replaces the head's ``token_loss`` and ``token_losses`` if its weight is sharded over the vocabulary."""
 
-    def __init__(self, axis: Axis, softcap: float | None = None) -> None:
-        self._axis, self._softcap = axis, softcap
+    def __init__(self, axis: Axis, vocabulary: int, softcap: float | None = None) -> None:
+        self._axis, self._vocabulary, self._softcap = axis, vocabulary, softcap
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Return summed cross-entropy: hidden [tokens, size], weight [vocab / ranks, size], labels [tokens]."""
+        """Return summed cross-entropy: hidden [tokens, size], weight [entries of this rank, size], labels [tokens]."""
         return self.each(hidden, weight, labels, label_smoothing).sum()
 
     def each(self, hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy of each token, [tokens]."""
-        logits = logits_of(copy_to_ranks(hidden, self._axis), weight, self._softcap)
-        return _CrossEntropy.apply(logits, labels, self._axis, label_smoothing)  # type: ignore[no-any-return, no-untyped-call]
+        ((_, held),) = ShardSpec(0, self._axis.size, self._axis.rank).spans(self._vocabulary)
+        logits = logits_of(copy_to_ranks(hidden, self._axis), weight, self._softcap, held)
+        place = (self._axis, self._vocabulary)
+        return _CrossEntropy.apply(logits, labels, *place, label_smoothing)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, smoothing: float) -> Tensor:
-        held = logits.shape[1]
-        vocabulary = held * axis.size
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, vocabulary: int, smoothing: float) -> Tensor:
+        ((first, held),) = ShardSpec(0, axis.size, axis.rank).spans(vocabulary)
         highest = logits.amax(dim=1)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=axis.group)
         logits = logits - highest.unsqueeze(1)
-        counted, rows = labels != NOT_COUNTED, labels - axis.rank * held
+        counted, rows = labels != NOT_COUNTED, labels - first
         here = counted & (rows >= 0) & (rows < held)
         rows = rows.masked_fill(~here, 0)
         own = logits.gather(1, rows.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
@@ -153,12 +155,12 @@ class _CrossEntropy(Function):
         return each
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, rows, here, counted = ctx.saved_tensors
         change = probabilities - ctx.smoothing / ctx.vocabulary
         label = here.to(change.dtype).mul_(ctx.smoothing - 1).unsqueeze(1)
         change.scatter_add_(1, rows.unsqueeze(1), label)
-        return change.mul_((gradient * counted).unsqueeze(1)), None, None, None
+        return change.mul_((gradient * counted).unsqueeze(1)), None, None, None, None
 
 
 # By the last part of a layer's name: sharded output features (with the number of fused matrices), or input features.
@@ -209,7 +211,7 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
             model.tie()
         else:
             model.lm_head.weight = sharded(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
-        loss = VocabularyLoss(axis, model.lm_head.softcap)
+        loss = VocabularyLoss(axis, model.spec.vocab_size, model.lm_head.softcap)
         model.lm_head.token_loss, model.lm_head.token_losses = loss, loss.each
 
 
@@ -247,13 +249,13 @@ class VocabularyParallelEmbedding(nn.Module):
 
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
-        self.axis = axis
-        self.weight = sharded(whole.weight, ShardSpec(0, axis.size, axis.rank))
+        self.axis, spec = axis, ShardSpec(0, axis.size, axis.rank)
+        ((self.first, self.held),) = spec.spans(len(whole.weight))
+        self.weight = sharded(whole.weight, spec)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        held = self.weight.shape[0]
-        rows = tokens - self.axis.rank * held
-        elsewhere = (rows < 0) | (rows >= held)
+        rows = tokens - self.first
+        elsewhere = (rows < 0) | (rows >= self.held)
         vectors = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
         return sum_over_ranks(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis)
 
@@ -288,5 +290,5 @@ class NormOverRanks(nn.Module):
 def sharded(whole: Tensor, spec: ShardSpec) -> nn.Parameter:
     """Return this rank's shard of a parameter, marked as such."""
     shard = nn.Parameter(spec.take(whole))
-    mark_sharded(shard, spec)
+    mark_sharded(shard, replace(spec, size=whole.shape[spec.dim]))
     return shard

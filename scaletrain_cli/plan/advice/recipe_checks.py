@@ -434,7 +434,7 @@ def _dimensions(spec: RunSpec, layout: Layout, device: Accelerator) -> Iterator[
         return
     params: dict[str, Any] = {"tile": _TILE, "widths": "; ".join(odd)}
     vocabulary = spec.transformer.vocab_size
-    if vocabulary % (_TILE * t):
+    if "vocab_size per tensor rank" in widths and vocabulary % (_TILE * t):
         params["padded"] = -(-vocabulary // (_TILE * t)) * _TILE * t
     code = "plan.padded-tiles-and-vocabulary" if "padded" in params else "plan.padded-tiles"
     yield Sanity(topic, f"{len(odd)} odd", "note", Reason(code, params))

@@ -7,7 +7,7 @@ from scaletrain_cli.plan.axes import AXES, Axes, Capabilities, Rule, offload_sta
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, FrameworkProfile, Selective
-from scaletrain_cli.plan.memory.activations import chosen_cross_entropy
+from scaletrain_cli.plan.memory.activations import HEAD_MULTIPLE, chosen_cross_entropy
 from scaletrain_cli.plan.memory.engine_memory import ENGINE_PROGRAM, Program, engine_stage_memory
 from scaletrain_cli.plan.memory.states import MasterWeights, weight_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory
@@ -42,6 +42,7 @@ _PROFILE = FrameworkProfile(
     plain=(4.0, 6.0),
     rotary=(29.0, 29.0),
     loss=(18.0, 20.0),
+    head_multiple=HEAD_MULTIPLE,
     scores=EAGER_SCORES,
     accumulate=12.0,
     optimizer=50.0,

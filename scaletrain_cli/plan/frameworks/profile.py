@@ -89,6 +89,8 @@ class FrameworkProfile:
     rotary: tuple[float, float]
     # Bytes per token and vocabulary entry of the loss.
     loss: tuple[float, float]
+    # The head multiplies with a copy of its weight that is padded to a multiple of this number of rows.
+    head_multiple: int = 1
     # Bytes per score of unfused attention, including those of its two products.
     scores: tuple[float, float]
     # Bytes per parameter and micro-batch to add a gradient to the accumulated one.

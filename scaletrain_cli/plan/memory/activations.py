@@ -253,6 +253,9 @@ def block_backward_bytes(per_token: TokenActivations, tokens: int, layers: int, 
 
 # Tokens per chunk of the chunked loss, whose logits exist at once: enough rows for efficient matrix products.
 LOSS_CHUNK_TOKENS = 1024
+# On a GPU the head multiplies with a copy of its weight whose rows are padded to a multiple of this number, if they are
+# not one: the products of GPT-2's 50,257 rows reach half of the rate of 50,304 (see ``plan.speed.kernels``).
+HEAD_MULTIPLE = 64
 # `auto` uses chunks if the loss of the whole micro-batch would take more than this share of the device. Otherwise it
 # does not, because each chunk adds its gradient to that of the head, which costs memory traffic.
 _LARGEST_SHARE = 0.15
@@ -307,6 +310,13 @@ def loss_bytes(
     if cross_entropy == "liger":
         return kept + (2 * element_bytes + _FP32) * hidden + (_FP32 + element_bytes) * head
     return kept + (entry if entry_bytes is None else entry_bytes) * tokens * entries
+
+
+def padded_head_bytes(model: ModelSpec, element_bytes: int, tensor_parallel: int, cross_entropy: str) -> int:
+    """Return the bytes of the padded copy of the head's weight on a GPU; 0 if its rows need none."""
+    rows = -(-model.vocab_size // tensor_parallel)
+    padded = -(-rows // HEAD_MULTIPLE) * HEAD_MULTIPLE
+    return 0 if padded == rows or cross_entropy == "liger" else element_bytes * padded * model.hidden_size
 
 
 def loss_chunks(model: ModelSpec, tokens: int, cross_entropy: str) -> int:

@@ -14,6 +14,7 @@ from scaletrain_cli.plan.memory.activations import (
     fuses_attention,
     has_documents,
     loss_bytes,
+    padded_head_bytes,
     repeats_keys,
     stage_activation_bytes,
     token_activations,
@@ -157,6 +158,8 @@ def activation_phases(spec: RunSpec, layout: Layout, device: Accelerator, traine
     saved = activations.saved(whole, trained, 1) + _shared_bytes(spec, layout, device)
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
     loss = loss_bytes(spec.transformer, element, tokens, 1, layout.cross_entropy, trains_head=trained.head)
+    if not device.is_cpu:
+        loss += padded_head_bytes(spec.transformer, element, 1, layout.cross_entropy)
     return ActivationPhases(saved, activations.backward(whole, trained, copied=False), loss)
 
 
@@ -368,6 +371,8 @@ def _size_of_stage(
         trains_head=trained.head,
         entry_bytes=program.loss_entry_bytes,
     )
+    if not device.is_cpu and program.loss_entry_bytes is None:
+        loss += padded_head_bytes(model, element, layout.tensor_parallel, layout.cross_entropy)
     offloaded = spec.layout.activation_offload
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     payload = element * model.hidden_size * tokens  # what stages of a pipeline send each other

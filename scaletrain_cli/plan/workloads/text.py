@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import gcd
+from math import ceil, gcd
 from typing import Any, NamedTuple
 
 from scaletrain_cli.plan import architecture
@@ -37,8 +37,6 @@ _MOST_STAGES = 64
 _MOST_LAYERS = 10_000
 # Maximum number of valid degrees that a remedy names.
 _MOST_NAMED = 8
-# A remedy pads the vocabulary to a multiple of at most this number.
-_PADDED = 128
 # Rows of grouped matrix products must be multiples of this many bytes (torch, ``nn.functional.grouped_mm``).
 _ROW_BYTES = 16
 # Optimizers whose states have as many bytes for each parameter, except for rounding.
@@ -297,10 +295,8 @@ class TextWorkload(Workload):
         if kv_heads % tensor:
             fix = _near(gcd(kv_heads, model.num_attention_heads), tensor)
             yield Rule(key, tensor, "engine-divide-key-value-heads", {"heads": kv_heads}, fix)
-        if vocabulary % tensor:
-            padded = _rounded_up(vocabulary, max(_PADDED, tensor))
-            params, fix = {"vocab_size": vocabulary}, {"padded": padded}
-            yield Rule(key, tensor, "engine-divide-vocabulary", params, fix)
+        if ceil(vocabulary / tensor) * (tensor - 1) >= vocabulary:
+            yield Rule(key, tensor, "engine-ranks-without-tokens", {"vocab_size": vocabulary})
         widths = {"intermediate_size": model.intermediate_size}
         if model.num_experts and model.has_bias and model.hidden_size % tensor:
             own = {"name": "hidden_size", "width": model.hidden_size}
@@ -408,8 +404,9 @@ class TextWorkload(Workload):
             "hidden_size": model.hidden_size,
             "intermediate_size per tensor rank": model.intermediate_size // t or 1,
             "attention width per tensor rank": model.num_attention_heads * model.qk_head_dim // t or 1,
-            "vocab_size per tensor rank": model.vocab_size // t or 1,
         }
+        if not framework_of(spec).is_engine or spec.training.cross_entropy == "liger":  # else padded by the head
+            widths["vocab_size per tensor rank"] = model.vocab_size // t or 1
         if model.num_experts:
             widths["expert_size per tensor rank"] = model.expert_size // t or 1
         return widths

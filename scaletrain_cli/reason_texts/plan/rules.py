@@ -151,9 +151,9 @@ _ENGINE: Texts = {
         "Use 1; layout.sequence_parallel supports model.capacity_factor.",
     ),
     "engine-divide-key-value-heads": ("must divide {heads} key-value heads, which this engine does not repeat", *_USE),
-    "engine-divide-vocabulary": (
-        "must divide model.vocab_size = {vocab_size}, because embedding and head are sharded over it",
-        "Pad model.vocab_size to {padded}, or use 1.",
+    "engine-ranks-without-tokens": (
+        "leaves ranks without a token of model.vocab_size = {vocab_size}, over which embedding and head are sharded",
+        "Use fewer tensor ranks.",
     ),
     "engine-expert-tensor-parallel": (
         "this engine shards experts over the same tensor ranks as other matrices",

@@ -18,7 +18,8 @@ from scaletrain_cli.errors import InfeasibleError
 from tests.engine.ranks import on_ranks
 
 CPU = torch.device("cpu")
-SIZE, VOCAB, TOKENS = 16, 50, 40
+SIZE, VOCAB, TOKENS = 16, 51, 40  # an odd vocabulary: one of two ranks has a token less
+KINDS = ("plain", "weighted", "by row")
 every_kind = pytest.mark.parametrize("tokens_at_once", [None, 7, 64], ids=["whole", "chunks", "one chunk"])
 
 
@@ -239,19 +240,24 @@ def test_whole_and_chunked_losses_train_equally_in_every_zero_stage(tied: bool) 
             torch.testing.assert_close(losses, reference, rtol=0, atol=1e-5, msg=f"{way}: {losses}, not {reference}")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@every_kind
+def test_rows_that_are_added_for_the_kernels_of_a_gpu_change_nothing(tokens_at_once: int | None, kind: str) -> None:
+    padded = head(tokens_at_once, 0.1)
+    padded.multiple = 64
+    torch.testing.assert_close(of_kind(padded, kind), of_kind(head(tokens_at_once, 0.1), kind))
+
+
 def over_a_cut_vocabulary(tokens_at_once: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return loss, weighted loss and log-probabilities of rows, each with its gradients."""
     axis, found = Axis(2, dist.get_rank(), dist.group.WORLD), []
     for kind in KINDS:
         made = head(tokens_at_once, 0.1)
         made.weight = nn.Parameter(ShardSpec(0, 2, axis.rank).take(made.weight.detach()))
-        made.token_loss = VocabularyLoss(axis)
-        made.token_losses = made.token_loss.each
+        made.token_loss = VocabularyLoss(axis, VOCAB)
+        made.token_losses, made.multiple = made.token_loss.each, 8
         found.append(of_kind(made, kind))
     return found
-
-
-KINDS = ("plain", "weighted", "by row")
 
 
 def of_kind(made: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:

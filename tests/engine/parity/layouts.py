@@ -130,12 +130,16 @@ def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
 
 
 def stray_state_bytes(run: LayoutRun) -> int:
-    """Run minus plan, of the rank and figure where they differ most: bytes of weights, gradients, optimizer states."""
+    """Run minus plan, of the rank and figure where they differ most: bytes of weights, gradients, optimizer states.
+
+    The plan is that of the first tensor rank; the last ones have fewer tokens of the vocabulary.
+    """
     spec, layout = run.record.spec, run.record.plan.layout
     stray = []
     for rank, held in enumerate(run.states):
         planned = rank_model_states(spec, layout, stage_of(rank, layout), replica(rank, layout) % zero_shards(layout))
-        stray += [getattr(held, name) - size for name, size in planned._asdict().items()]
+        found = [getattr(held, name) - size for name, size in planned._asdict().items()]
+        stray += found if rank % layout.tensor_parallel == 0 else [max(0, each) for each in found]
     return max(stray, key=abs)
 
 

@@ -36,7 +36,10 @@ SECOND = {"layout__zero_secondary_shard_size": 4}
         ({**RING, "model__attention_dropout": 0.1}, "which model.attention_dropout changes"),
         ({**RING, **EXPERTS, "model__capacity_factor": 1.25}, "in which model.capacity_factor drops some"),
         ({"layout__tensor_parallel": 2, "model__num_key_value_heads": 1}, "must divide 1 key-value heads, which"),
-        ({"layout__tensor_parallel": 2, "model__vocab_size": 32001}, "Pad model.vocab_size to 32128, or use 1."),
+        (
+            {"layout__tensor_parallel": 2, "model__vocab_size": 1},
+            "leaves ranks without a token of model.vocab_size = 1",
+        ),
         ({"layout__tensor_parallel": 2, "layout__tensor_sequence_parallel": True}, "tensor_sequence_parallel = true"),
         ({"layout__tensor_parallel": 2, "training__cross_entropy": "liger"}, "the full vocabulary on each rank"),
         ({"training__cross_entropy": "liger", "cluster__gpu": "cpu"}, "liger: the kernel of liger needs a GPU"),
