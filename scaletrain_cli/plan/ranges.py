@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from scaletrain_cli.plan.calibration import samples_length
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, near_ranks
 from scaletrain_cli.plan.result import (
     Calibration,
     Cost,
@@ -87,12 +87,16 @@ def regime_of(spec: RunSpec, layout: Layout) -> str:
         return "offload"
     if workload.parameter_count(spec.model) < _TINY:
         return "tiny model"
-    if layout.tensor_parallel > spec.cluster.gpus_per_node:
+    if layout.tensor_parallel > near_ranks(spec.cluster):
         return "tensor parallelism between nodes"
     shared = layout.sequence_parallel * layout.context_parallel
     if layout.micro_batch_size * samples_length(spec) // shared < _FEW_TOKENS:
         return "small micro-batches"
-    return "pipeline between nodes" if layout.pipeline_parallel > 1 and spec.cluster.nodes > 1 else USUAL
+    return (
+        "pipeline between nodes"
+        if layout.pipeline_parallel > 1 and layout.world_size > near_ranks(spec.cluster)
+        else USUAL
+    )
 
 
 def architecture_of(device: Accelerator) -> str:

@@ -201,6 +201,10 @@ class ClusterSpec(OpenSection):
     cpus_per_gpu: AutoWhole = "auto"
     gpu: Accelerator = "cpu"
     intra_node_bandwidth: AutoBytesPerSecond = "auto"
+    nvlink_domain: AutoWhole = Field(
+        default="auto",
+        description="GPUs that NVLink connects beyond a node, such as 72; auto: as in the GPU's catalogue",
+    )
     network: Text | None = Field(default=None, description="between nodes: a name in the network catalogue")
     inter_node_bandwidth: AutoBytesPerSecond = "auto"
     network_figures: NetworkFigures = LEFT_OUT

@@ -22,7 +22,7 @@ from scaletrain_cli.plan.advice.explanation import (
     varied,
 )
 from scaletrain_cli.plan.block_graph import backward_products
-from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator, near_ranks
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.engine_states import trained_bytes
@@ -233,7 +233,7 @@ def _per_parameter(size: int, count: int) -> Reason:
 
 def _within_node(spec: RunSpec) -> list[int]:
     """Return the degrees of tensor parallelism above 1 that fit within a node and divide the heads."""
-    per_node, heads = spec.cluster.gpus_per_node, workload_of(spec.model).heads(spec)
+    per_node, heads = near_ranks(spec.cluster), workload_of(spec.model).heads(spec)
     powers = (1 << power for power in range(1, per_node.bit_length()))
     return [degree for degree in powers if per_node % degree == 0 and heads % degree == 0]
 

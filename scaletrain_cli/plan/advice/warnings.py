@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from scaletrain_cli.plan.axes import Rule
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, near_ranks
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.reliability.durability import (
     MEMORY_SHARE,
@@ -66,8 +66,8 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory) -> Iterator[Rea
         accumulation, batch = layout.gradient_accumulation_steps, layout.global_batch_size
         seen = {"accumulation": accumulation, "seen": batch // accumulation, "batch": batch}
         yield Reason("plan.accumulation-changes-loss", seen)
-    if layout.tensor_parallel > spec.cluster.gpus_per_node:
-        degrees = {"tensor_parallel": layout.tensor_parallel, "gpus_per_node": spec.cluster.gpus_per_node}
+    if layout.tensor_parallel > near_ranks(spec.cluster):
+        degrees = {"tensor_parallel": layout.tensor_parallel, "gpus_per_node": near_ranks(spec.cluster)}
         yield Reason("plan.tensor-parallel-across-nodes", degrees)
     if launches_block(spec):
         yield Reason("plan.launches-block")

@@ -41,6 +41,7 @@ class Accelerator:
     is_cpu: bool = False
     package: int = 1  # devices with faster links among each other than ``intra_node_bandwidth``, and the rate of these
     package_bandwidth: float = 0.0
+    nvlink_domain: int = 0  # devices that the links of a node connect beyond it; 0: none
     # Shares of the rates that kernels reach, as the spec states them: (matmul, attention, memory); None: not stated.
     efficiency: tuple[float | None, float | None, float | None] = (None, None, None)
 
@@ -141,6 +142,19 @@ def memory_bytes(cluster: ClusterSpec) -> int:
         whole = int(_catalogue()[full_name(wanted)]["memory_bytes"])
         return whole if cluster.gpu_slice is None else _slice_bytes(whole, cluster.gpu_slice[1])
     return wanted.memory
+
+
+def near_ranks(cluster: ClusterSpec) -> int:
+    """Return how many consecutive ranks the links of a node connect: those of a node or of an NVLink domain.
+
+    A job of more than one domain has a power of two of nodes in each, as its groups of ranks are powers of two: of an
+    NVL72, 64 GPUs (Slurm: --segment=16).
+    """
+    domain = cluster.nvlink_domain
+    if domain == "auto":
+        domain = _catalogue()[full_name(cluster.gpu)].get("nvlink_domain", 0) if isinstance(cluster.gpu, str) else 0
+    nodes = max(1, domain // cluster.gpus_per_node)
+    return cluster.gpus_per_node * (nodes if nodes >= cluster.nodes else 1 << (nodes.bit_length() - 1))
 
 
 def cuda_capability(cluster: ClusterSpec) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, near_ranks
 from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
@@ -20,14 +20,20 @@ from scaletrain_cli.text import nearest_name
 _CATALOGUE = "plan/catalogue/networks.json"
 # Smallest rate: a smaller one is a typing error, and dividing by it would overflow.
 _SLOWEST = 1.0
+# GPUs of the nodes for which the largest rate of a node, and the latency of each rank in it, are known.
+_SHARING = 8
 
 
 @dataclass(frozen=True)
 class Link:
-    """The links of one cluster: ``inside`` a node, and ``between`` nodes of ``per_node`` GPUs. Latencies in seconds."""
+    """The links of one cluster: ``inside`` a node, and ``between`` nodes of ``per_node`` GPUs. Latencies in seconds.
+
+    Nodes that NVLink connects count as one here; ``sharing`` GPUs share what one of them reaches at most.
+    """
 
     name: str
     per_node: int
+    sharing: int
     inside: float  # bytes/s per GPU
     inside_latency: float  # of one collective
     inside_hop: float  # latency per rank
@@ -106,12 +112,12 @@ class Link:
             return 0.0
         nodes, in_node = self.spread(ranks, stride)
         sent = rounds * size * (ranks - 1) / ranks
-        latency = self.inside_latency + ranks * self.inside_hop
+        latency = self.inside_latency + min(ranks, _SHARING) * self.inside_hop
         inside = (self.in_package if ranks * stride <= self.package else self.inside) * share
         if nodes == 1:
             return latency + sent / inside
         # A group with k ranks per node uses k network cards, and has its share of what the node reaches at most.
-        rate = min(inside, most * in_node / self.per_node, self.between * in_node * _share(shares, ranks))
+        rate = min(inside, most * in_node / self.sharing, self.between * in_node * _share(shares, ranks))
         return max(self.inside_latency + nodes * self.between_latency + sent / rate, nodes * self.between_least)
 
 
@@ -125,7 +131,8 @@ def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
     measured = cluster.network_figures
     return _link(
         cluster.network or device.network,
-        cluster.gpus_per_node,
+        near_ranks(cluster),
+        min(near_ranks(cluster), _SHARING),
         device.intra_node_bandwidth,
         None if cluster.inter_node_bandwidth == "auto" else cluster.inter_node_bandwidth,
         cluster.network_oversubscription,
@@ -138,6 +145,7 @@ def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
 def _link(
     name: str,
     per_node: int,
+    sharing: int,
     inside: float,
     given: float | None,
     oversubscription: float,
@@ -155,6 +163,7 @@ def _link(
     return Link(
         name=name,
         per_node=per_node,
+        sharing=sharing,
         inside=inside,
         inside_latency=near["latency"],
         inside_hop=near["hop"],

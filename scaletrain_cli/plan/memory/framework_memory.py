@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, attention_matmul_flops, mlp_matmul_flops
-from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
+from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator, near_ranks
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile, Selective
 from scaletrain_cli.plan.memory.activations import fuses_attention
 from scaletrain_cli.plan.memory.block_activations import indexer_bytes, mamba_bytes
@@ -84,7 +84,7 @@ def _queue_fill(
 ) -> float:
     """Return how full the launch queue is, from 0 to 1."""
     model, tensor = spec.transformer, layout.tensor_parallel
-    across = tensor > spec.cluster.gpus_per_node
+    across = tensor > near_ranks(spec.cluster)
     pipelined = layout.pipeline_parallel > 1
     if not pipelined and across:
         return _FILL_ACROSS_NODES
@@ -99,7 +99,7 @@ def _queue_fill(
     host = time.forward_host + time.backward_host + time.tensor_host
     if not pipelined:
         return min(1.0, gpu / host)
-    if layout.world_size > spec.cluster.gpus_per_node:
+    if layout.world_size > near_ranks(spec.cluster):
         host += time.stage_stall * tensor
     return max(_LEAST_FILL, min(1.0, (gpu / host - _QUEUE_STARTS_AT) / (_QUEUE_FULL_AT - _QUEUE_STARTS_AT)))
 
@@ -338,7 +338,7 @@ def framework_stage_memory(
             step=step,
         )
 
-    outside = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
+    outside = outside_allocator_bytes(layout, near_ranks(spec.cluster), device.is_cpu)
     cache: dict[Stage, _FixedBytes] = {}
 
     def size(stage: Stage) -> StageMemory:

@@ -187,7 +187,8 @@ def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
     """Return the same run on another cluster. Prices and rates of the spec apply only to the spec's own GPU."""
     change: dict[str, Any] = {"nodes": nodes}
     if gpu is not None and gpu != spec.cluster.gpu:
-        own = ("price_per_gpu_hour", "spot_price_per_gpu_hour", "intra_node_bandwidth", "host_bandwidth")
+        own = ["price_per_gpu_hour", "spot_price_per_gpu_hour"]
+        own += ["intra_node_bandwidth", "nvlink_domain", "host_bandwidth"]
         change |= {"gpu": gpu, "efficiency": EfficiencySpec()} | dict.fromkeys(own, "auto")
     return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=change)})
 

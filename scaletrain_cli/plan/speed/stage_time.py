@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products
-from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
+from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator, near_ranks
 from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
 from scaletrain_cli.plan.frameworks.registry import framework_of
@@ -277,7 +277,7 @@ def _stage(setting: StepSetting, parts: _Parts, stage: Stage) -> MicroBatchTime:
         host += count * profile.tensor_host
         if layout.tensor_parallel > _SOCKET:
             host += count * profile.socket_host
-        if layout.pipeline_parallel > 1 and layout.world_size > spec.cluster.gpus_per_node:
+        if layout.pipeline_parallel > 1 and layout.world_size > near_ranks(spec.cluster):
             stall = count * layout.tensor_parallel * profile.stage_stall
     return MicroBatchTime(forward, backward, recompute, communication, host, stall, blocking)
 

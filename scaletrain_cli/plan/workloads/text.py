@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import CHECKPOINTING, Axes, Rule, divisors, nearest_divisors
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, near_ranks
 from scaletrain_cli.plan.catalogue.networks import cluster_link
 from scaletrain_cli.plan.data_size import pair_count
 from scaletrain_cli.plan.frameworks.base import Framework
@@ -209,7 +209,7 @@ class TextWorkload(Workload):
     def degrees(self, spec: RunSpec, axis: str) -> Degrees | None:
         """Return the divisors of layers, experts or ranks, and the largest useful degree."""
         model, world = spec.transformer, spec.world_size
-        layers, heads, per_node = model.num_hidden_layers, model.num_attention_heads, spec.cluster.gpus_per_node
+        layers, heads, per_node = model.num_hidden_layers, model.num_attention_heads, near_ranks(spec.cluster)
         if axis == "virtual_pipeline":
             wanted = divisors(layers) if layers <= _MOST_LAYERS else [1]
             return Degrees(wanted, layers, Reason("plan.more-chunks-than-layers", {"key": axis}))

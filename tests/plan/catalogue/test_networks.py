@@ -53,6 +53,20 @@ def test_a_spec_may_give_its_own_rate_and_oversubscription() -> None:
     assert halved.between == link().between / 2
 
 
+def test_the_nodes_of_an_nvlink_domain_count_as_one() -> None:
+    """In a job of two domains 64 of 72 GPUs, as groups of ranks are powers of two."""
+    domains = link("gb200-186gb", nodes=32, gpus_per_node=4)
+    assert domains == link("gb200-186gb", nodes=2, gpus_per_node=64)
+    assert domains.per_node == 64
+    assert link("gb200-186gb", nodes=18, gpus_per_node=4).per_node == 72
+    assert domains.send(1e9, 63) < domains.send(1e9, 64) / 5
+    assert domains.exchange(1e9, 64) < domains.exchange(1e9, 128) / 5
+    apart = link("gb200-186gb", nodes=32, gpus_per_node=4, nvlink_domain=4)
+    assert apart.per_node == 4
+    assert apart.exchange(1e9, 64) > 5 * domains.exchange(1e9, 64)
+    assert link(nodes=4, gpus_per_node=4, nvlink_domain=16).per_node == 16
+
+
 def test_devices_of_one_package_have_faster_links() -> None:
     tiles = link("max-1550-tile-64gb", nodes=1)
     assert tiles.gather(1e9, 2) < tiles.gather(1e9, 4, 1) / 4
