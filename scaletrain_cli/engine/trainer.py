@@ -249,9 +249,9 @@ class Trainer:
         """Save if there is time, and report how the attempt ended."""
         self.metrics.flush()
         self.metrics.finished = state.is_complete
-        if self.checkpointer.copies is not None:
-            self.checkpointer.copies.close()
         unsaved = self._save_before_exit(state.step)
+        if self.checkpointer.copies is not None:  # after the save: it waits for the last transfer to another node
+            self.checkpointer.copies.close()
         self._report("finished" if state.is_complete else "preempted", step=state.step, **unsaved)
         if state.is_complete:  # reported before: the deletion of old checkpoints may take minutes
             self.checkpointer.clean_up()

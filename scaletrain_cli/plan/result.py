@@ -277,7 +277,8 @@ class Durability:
     but without waiting for capacity; None if it would never finish. ``copy_bytes_per_node``: host memory for the copy
     of the state from which checkpoints are written. ``memory_copy_steps``: steps between copies in host memory, None
     for none; ``memory_copy_bytes_per_node``: host memory for them; ``memory_copies_on_partners``: another node keeps
-    those of a node too, from which a spare node that replaces it resumes.
+    those of a node too, from which a spare node that replaces it resumes; ``memory_copy_cost``: the time for which
+    training waits for copies, as a share of the steps.
     """
 
     checkpoint_bytes: int
@@ -297,6 +298,7 @@ class Durability:
     memory_copy_steps: int | None = None
     memory_copy_bytes_per_node: int = 0
     memory_copies_on_partners: bool = False
+    memory_copy_cost: float = 0.0
 
 
 @dataclass(frozen=True)

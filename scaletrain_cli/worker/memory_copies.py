@@ -11,12 +11,14 @@ import math
 import os
 import re
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaletrain_cli.available_memory import available_bytes
 from scaletrain_cli.rundir.checkpoints import (
     Checkpoint,
     FileDigest,
@@ -25,7 +27,7 @@ from scaletrain_cli.rundir.checkpoints import (
     parse_manifest,
 )
 from scaletrain_cli.rundir.documents import DamagedError, documents_in, entries, parse_json, read_content
-from scaletrain_cli.rundir.paths import RunDir, copies_folder
+from scaletrain_cli.rundir.paths import MEMORY, RunDir, copies_folder
 from scaletrain_cli.safe_files import locked, make_private_folder, open_to_append, replace_file
 from scaletrain_cli.worker.checkpoint_commit import write_manifest
 
@@ -104,9 +106,19 @@ def place_of(folder: Path) -> str:
     """
     with contextlib.suppress(OSError):
         make_private_folder(folder)
-        about, boot = folder.stat(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {about.st_dev} {about.st_ino}"
+        about, machine = folder.stat(), socket.gethostname()
+        with contextlib.suppress(OSError):
+            machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{machine} {about.st_dev} {about.st_ino}"
     return ""
+
+
+def free_bytes() -> int:
+    """Return the host memory that copies could still take: free in /dev/shm and for the job; 0 if that is not known."""
+    with contextlib.suppress(OSError):
+        about = os.statvfs(MEMORY)
+        return min(about.f_bavail * about.f_frsize, available_bytes() or 0)
+    return 0
 
 
 def newest_copy(run: RunDir) -> int | None:

@@ -59,12 +59,21 @@ def lost(run: ForkedRun) -> list[int]:
     return [event["lost_steps"] for event in run.events("resumed")]
 
 
+# While the copy after step 16 is written, unless the machine is busy: then it may be whole.
+KILLED_IN_A_COPY = "sigkill rank=1 step=17; slow-copy rank=1 seconds=0.1"
+
+
+def assert_one_step_lost_at_most(run: ForkedRun) -> None:
+    step = run.events("resumed")[0]["step"]
+    assert step in (15, 16)
+    assert lost(run) == [16 - step]
+
+
 def test_a_killed_rank_loses_one_step_and_no_bit(dataset: Path, undisturbed: Undisturbed) -> None:
     run = ForkedRun.create(drill_spec(dataset, **NO_SAVES))
-    run.attempt(fault="sigkill rank=1 step=17; slow-copy rank=1 seconds=0.1")
+    run.attempt(fault=KILLED_IN_A_COPY)
     run.attempts_to_end()
-    assert run.events("resumed")[0]["step"] == 15  # the copy after step 16 was being written
-    assert lost(run) == [1]
+    assert_one_step_lost_at_most(run)
     assert [checkpoint.step for checkpoint in list_checkpoints(run.run.checkpoints)] == [STEPS]
     assert strays(run, undisturbed()) == []
 
@@ -186,9 +195,9 @@ def test_a_killed_rank_on_two_nodes_resumes_from_the_memory_of_both(
 ) -> None:
     layout = {"layout__zero_stage": stage}
     run = ForkedRun.create(drill_spec(dataset, **NO_SAVES, **TWO_NODES, **layout), be_rank_of_its_own_node)
-    run.attempt(fault="sigkill rank=1 step=17; slow-copy rank=1 seconds=0.1")
+    run.attempt(fault=KILLED_IN_A_COPY)
     run.attempts_to_end()
-    assert (run.events("resumed")[0]["step"], lost(run)) == (15, [1])
+    assert_one_step_lost_at_most(run)
     assert strays(run, undisturbed(**layout)) == []
 
 
@@ -249,7 +258,7 @@ def test_nodes_that_save_a_share_each_resume_with_that_of_the_other(layout: str,
     undisturbed = ForkedRun.create(spec, be_rank_of_its_own_node)
     undisturbed.attempts_to_end()
     run = ForkedRun.create(spec, be_rank_of_its_own_node)
-    run.attempt(fault="sigkill rank=1 step=17; slow-copy rank=1 seconds=0.1")
+    run.attempt(fault=KILLED_IN_A_COPY)
     run.attempts_to_end()
-    assert (run.events("resumed")[0]["step"], lost(run)) == (15, [1])
+    assert_one_step_lost_at_most(run)
     assert strays(run, undisturbed) == []

@@ -1,6 +1,6 @@
 """Send copies of the state in host memory from node to node: to a partner while training, and to new nodes in a resume.
 
-A lost node takes its copies along. So each rank sends its own to a rank of another node, which keeps them beside its
+The copies of a lost node are lost. So each rank sends its own to a rank of another node, which keeps them beside its
 own; the next attempt sends each node what its ranks need and it does not have, as a new node or one with other ranks.
 """
 
@@ -8,9 +8,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,12 +66,15 @@ def transfers_to_resume(
 
     ``held``: the ranks whose copies are at the place of each rank; each rank is among them somewhere.
     """
-    transfers = []
-    for number, here in enumerate(ranks_at(places)):
+    transfers, groups = list[Transfer](), ranks_at(places)
+    sources: dict[int, list[int]] = {}
+    for here in groups:
+        for owner in held[here[0]]:
+            sources.setdefault(owner, []).extend(here)
+    for number, here in enumerate(groups):
         for owner in sorted(needed_at(here, needs) - {*held[here[0]]}):
-            sources = [source for source, there in enumerate(held) if owner in there]
-            destination = owner if owner in here else here[owner % len(here)]
-            transfers.append(Transfer(sources[(owner + number) % len(sources)], destination, owner))  # spread over all
+            source = sources[owner][(owner + number) % len(sources[owner])]  # in turn, by all ranks that can
+            transfers.append(Transfer(source, owner if owner in here else here[owner % len(here)], owner))
     return transfers
 
 
@@ -106,10 +108,10 @@ def transfer_copies(path: Path, transfers: Sequence[Transfer], rank: int, consen
     while outgoing or incoming:
         # Both ends take the chunks of a transfer in the same order, and one of each per exchange.
         chunks = {tag: chunk for tag, each in outgoing.items() if (chunk := next(each, None)) is not None}
-        places = {tag: chunk for tag, each in incoming.items() if (chunk := next(each, None)) is not None}
-        exchange(chunks, places)
+        empty = {tag: chunk for tag, each in incoming.items() if (chunk := next(each, None)) is not None}
+        exchange(chunks, empty)
         outgoing = {tag: outgoing[tag] for tag in chunks}
-        incoming = {tag: incoming[tag] for tag in places}
+        incoming = {tag: incoming[tag] for tag in empty}
     if problems:
         raise problems[0]
 
@@ -128,14 +130,13 @@ def _read(path: Path, manifest: bytes, chunk_bytes: int) -> Iterator[Tensor]:
     """Yield the content of the files that a manifest states; zeros in place of what cannot be read."""
     for name, digest in _files(path, manifest).items():
         with contextlib.ExitStack() as opened:
-            file = None
+            file: Any = None
             with contextlib.suppress(OSError):
                 file = opened.enter_context(open_to_read(path / name))
             for chunk in _chunks(digest.size, chunk_bytes):
                 if file is not None:
                     with contextlib.suppress(OSError):
-                        content = np.frombuffer(file.read(chunk.numel()), np.uint8)
-                        chunk.numpy()[: len(content)] = content
+                        file.readinto(chunk.numpy())
                 yield chunk
 
 
@@ -148,7 +149,7 @@ def _write(path: Path, owner: int, manifest: bytes, chunk_bytes: int, problems: 
     failed = False
 
     @contextlib.contextmanager
-    def noting() -> Iterator[None]:
+    def recording_error() -> Iterator[None]:
         nonlocal failed
         try:
             yield
@@ -156,21 +157,21 @@ def _write(path: Path, owner: int, manifest: bytes, chunk_bytes: int, problems: 
             failed = True
             problems.append(error)
 
-    with noting():
+    with recording_error():
         make_folder(path, mode=0o700)
     for name, digest in files.items():
         writer = None
         if not failed:
-            with noting():
+            with recording_error():
                 writer = HashingWriter(path / name)
         for chunk in _chunks(digest.size, chunk_bytes):
             yield chunk
             if writer is not None and not failed:
-                with noting():
+                with recording_error():
                     writer.write(chunk.numpy().data)
         if writer is not None:
-            with noting():
+            with recording_error():
                 digests[name] = writer.close()
     if files and digests == files and not failed:
-        with noting():
+        with recording_error():
             write_received_manifest(path, owner, manifest)

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.available_memory import available_bytes
 from scaletrain_cli.engine.checkpoint.copy_transfer import Transfer, transfer_copies, transfers_to_partners
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice, overlaps, shard_name, write_shard
@@ -26,11 +25,18 @@ from scaletrain_cli.plan.reliability.durability import MEMORY_COST, MEMORY_SHARE
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import STATE_FILE, FileDigest, checkpoint_path
 from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.paths import MEMORY, RunDir, copies_folder
+from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
-from scaletrain_cli.worker.memory_copies import complete_copy, drop_copies, open_copies, place_of, remove_copies
+from scaletrain_cli.worker.memory_copies import (
+    complete_copy,
+    drop_copies,
+    free_bytes,
+    open_copies,
+    place_of,
+    remove_copies,
+)
 
 _TRANSFER_SECONDS = 600.0  # for a chunk of a copy to reach another node
 EVENT, OFF_EVENT = "memory-copies", "memory-copies-off"
@@ -106,7 +112,7 @@ class MemoryCopies:
         if self._write is not None and not self._failed:
             try:
                 self._write.result()
-            except (OSError, RuntimeError) as error:  # RuntimeError: of gloo
+            except OSError as error:
                 self._failed = True
                 why = Reason("engine.memory-copies-failed", {"error": str(error)})
                 report_off(self._run, self._attempt, why, rank=self._ranks.rank)
@@ -185,7 +191,10 @@ class MemoryCopies:
         finally:  # the partner waits for it, and another rank's copy comes here
             if self._to_partners is not None:
                 path = checkpoint_path(self.folder, step)
-                transfer_copies(path, self._transfers, self._ranks.rank, self._to_partners)
+                try:
+                    transfer_copies(path, self._transfers, self._ranks.rank, self._to_partners)
+                except RuntimeError as error:  # of gloo: a rank is lost
+                    raise OSError(str(error)) from error
         return time.monotonic() - began
 
     def _write_own(
@@ -255,9 +264,9 @@ def open_memory_copies(
         transfers, problem = [], lacks_room(without_partners(planned.memory_copy_bytes_per_node))
     found: MemoryCopies | None = None
     if problem is None:
-        place = (run, record, ranks, consensus, resume_point, places)
+        about = (run, record, ranks, consensus, resume_point, places)
         try:
-            found = MemoryCopies(*place, attempt=attempt, delay_seconds=delay_seconds)
+            found = MemoryCopies(*about, attempt=attempt, delay_seconds=delay_seconds)
         except OSError as error:
             problem = Reason("engine.memory-copies-failed", {"error": str(error)})
         problem = first_problem(problem)
@@ -265,6 +274,10 @@ def open_memory_copies(
         if transfers:
             found.send_to_partners(transfers)
         return found
+    if found is not None:
+        found.close()
+    if places.index(places[ranks.rank]) == ranks.rank:
+        drop_copies(folder, before=math.inf)
     if ranks.rank == 0 and problem is not None:
         report_off(run, attempt, problem)
     return None
@@ -272,9 +285,7 @@ def open_memory_copies(
 
 def _too_little_room(folder: Path, needed: int) -> Reason | None:
     """Return why the copies do not fit in their share of the free host memory; what is in the folder counts as free."""
-    about = os.statvfs(MEMORY)
-    held = sum(path.stat().st_size for path in folder.glob("step-*/*"))
-    free = min(about.f_bavail * about.f_frsize, available_bytes() or 0) + held
+    free = free_bytes() + sum(path.stat().st_size for path in folder.glob("step-*/*"))
     if needed <= MEMORY_SHARE * free:
         return None
     return Reason("engine.memory-copies-no-room", {"needed_bytes": needed, "free_bytes": free, "share": MEMORY_SHARE})

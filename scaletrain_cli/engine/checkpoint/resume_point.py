@@ -1,6 +1,5 @@
 """Find the checkpoint that an attempt resumes from; all ranks verify it together."""
 
-import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from scaletrain_cli.engine.checkpoint.copy_transfer import needed_at, transfer_c
 from scaletrain_cli.engine.checkpoint.shard_file import shard_name
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.plan.reliability.durability import MEMORY_SHARE
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import (
     STATE_FILE,
@@ -28,7 +28,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
-from scaletrain_cli.worker.memory_copies import place_of, read_copies
+from scaletrain_cli.worker.memory_copies import free_bytes, place_of, read_copies
 
 T = TypeVar("T")
 _MOST_PROBLEMS_SHOWN = 5
@@ -154,48 +154,65 @@ def find_latest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, c
 def _find_copy(
     folder: Path, key: str, saved_step: int, ranks: Ranks, consensus: RankConsensus
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest copy in host memory after ``saved_step`` of which every rank has its part, and what is damaged.
+    """Return the newest copy in host memory after ``saved_step`` that can be used, and a line for each that cannot.
 
     A node receives what it does not have of it from one that does. The files of the copy are those that the ranks of
     this node need.
     """
-    usable = {
-        step: {rank: copy.needs for rank, copy in copies.items() if copy.world_size == ranks.world_size}
-        for step, copies in read_copies(folder, key).items()
-        if step > saved_step
-    }
+    # By step and attempt: two attempts may have reached one step in different ways.
+    usable: dict[tuple[int, int], dict[int, tuple[tuple[int, ...], int]]] = {}
+    for step, copies in read_copies(folder, key).items():
+        for rank, copy in copies.items():
+            if step > saved_step and copy.world_size == ranks.world_size:
+                usable.setdefault((step, copy.attempt), {})[rank] = (copy.needs, copy.size_bytes)
     everywhere = consensus.follow_rank_zero(consensus.gather((place_of(folder), usable)))
     assert everywhere is not None
     places = [place for place, _ in everywhere]
     here = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
-    damaged: list[str] = []
-    for step in sorted({step for _, steps in everywhere for step in steps}, reverse=True):
-        held = [steps.get(step, {}) for _, steps in everywhere]
-        needs = {rank: others for each in held for rank, others in each.items()}
-        if len(needs) < ranks.world_size:
+    passed_over: list[str] = []
+    for step, attempt in sorted({found for _, copies in everywhere for found in copies}, reverse=True):
+        held = [copies.get((step, attempt), {}) for _, copies in everywhere]
+        stated = {rank: about for each in held for rank, about in each.items()}
+        if len(stated) < ranks.world_size:
             continue
-        path = checkpoint_path(folder, step)
-        if transfers := transfers_to_resume(places, held, needs):
-            with contextlib.suppress(OSError):  # the rank does not have its part then
-                transfer_copies(path, transfers, ranks.rank, consensus)
-        consensus.barrier()  # the files that the other ranks of this node receive are here
-        copies = read_copies(folder, key).get(step, {})
-        needed = sorted(needed_at(here, needs))
+        needs = {rank: others for rank, (others, _) in stated.items()}
+        transfers = transfers_to_resume(places, held, needs)
+        arriving = sum(stated[each.owner][1] for each in transfers if each.destination in here)
+        needed, path = sorted(needed_at(here, needs)), checkpoint_path(folder, step)
         problems: dict[str, object] = {}
+        if ranks.rank == here[0] and arriving and arriving > MEMORY_SHARE * free_bytes():
+            problems[path.name] = f"{arriving} bytes of other nodes do not fit here"
+        if _said(problems, consensus, step, passed_over):
+            continue
+        try:
+            if transfers:
+                transfer_copies(path, transfers, ranks.rank, consensus)
+        except OSError as error:
+            problems[path.name] = error
+        consensus.barrier()  # the files that the other ranks of this node receive are here
+        own = {rank: copy for rank, copy in read_copies(folder, key).get(step, {}).items() if copy.attempt == attempt}
         for rank in (ranks.rank, *(set(needed) - set(here) if ranks.rank == here[0] else ())):
-            problems |= find_defects(copies[rank]) if rank in copies else {shard_name(rank): "not received"}
-        parts = consensus.gather([f"{name}: {problem}" for name, problem in problems.items()])
-        lines = [f"copy of step {step} in host memory, {line}" for part in parts or () for line in part]
-        if lines := consensus.follow_rank_zero(lines):
-            damaged += lines
+            problems |= find_defects(own[rank]) if rank in own else {shard_name(rank): "not received"}
+        if _said(problems, consensus, step, passed_over):
             continue
         state = consensus.follow_rank_zero((path / STATE_FILE).read_bytes().decode() if ranks.rank == 0 else "")
-        if ranks.rank == here[0] != 0:
-            replace_file(path / STATE_FILE, state)
-        consensus.barrier()
-        files = {name: digest for rank in needed for name, digest in copies[rank].files.items()}
-        return replace(copies[ranks.rank], files=files), damaged
-    return None, damaged
+        try:
+            if ranks.rank == here[0] != 0:
+                replace_file(path / STATE_FILE, state)
+        except OSError as error:
+            problems[STATE_FILE] = error
+        if not _said(problems, consensus, step, passed_over):
+            files = {name: digest for rank in needed for name, digest in own[rank].files.items()}
+            return replace(own[ranks.rank], files=files), passed_over
+    return None, passed_over
+
+
+def _said(problems: Mapping[str, object], consensus: RankConsensus, step: int, passed_over: list[str]) -> bool:
+    """Return whether a rank has problems with the copy of a step; add a line for each. Collective."""
+    parts = consensus.gather([f"{name}: {problem}" for name, problem in problems.items()])
+    lines = [f"copy of step {step} in host memory, {line}" for part in parts or () for line in part]
+    passed_over += (lines := consensus.follow_rank_zero(lines))
+    return bool(lines)
 
 
 def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkpoint | Defect:

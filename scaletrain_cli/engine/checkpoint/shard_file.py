@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,15 +89,18 @@ def overlaps(first: Slice, second: Slice) -> Iterator[Overlap]:
         if start < stop:
             yield Overlap(start - first.start, start - second.start, stop - start)
         return
+    one, other = first.shard_spec, second.shard_spec
+    if one is not None and other is not None and replace(one, rank=other.rank) == other:
+        return  # of two ranks in one partition
     ours, theirs = _runs(first), _runs(second)
     # The runs of a slice are ordered and disjoint, so those that overlap a run of the other slice are consecutive.
     begin = np.searchsorted(theirs[:, 0] + theirs[:, 2], ours[:, 0], side="right")
     end = np.searchsorted(theirs[:, 0], ours[:, 0] + ours[:, 2], side="left")
     for (whole, here, length), low, high in zip(ours.tolist(), begin.tolist(), end.tolist(), strict=True):
-        for other, there, other_length in theirs[low:high].tolist():
-            start, stop = max(whole, other), min(whole + length, other + other_length)
+        for also, there, other_length in theirs[low:high].tolist():
+            start, stop = max(whole, also), min(whole + length, also + other_length)
             if start < stop:
-                yield Overlap(here + start - whole, there + start - other, stop - start)
+                yield Overlap(here + start - whole, there + start - also, stop - start)
 
 
 def _runs(part: Slice) -> npt.NDArray[np.int64]:

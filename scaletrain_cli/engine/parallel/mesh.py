@@ -21,7 +21,7 @@ from scaletrain_cli.plan.stages import replicas, sequence_multiple, zero_shards
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One of ``ranks`` shards along ``dim``, all of one size but for the last ones, which may be smaller.
+    """One of ``ranks`` shards along ``dim``, all of one size but for the last one, which may be smaller.
 
     ``parts``: a fused projection is this many matrices side by side, each of which is sharded (GPT-2's ``c_attn``: 3),
     or the ratio of their widths (Phi-3's ``qkv_proj`` with four queries per key: (4, 1, 1)). ``size``: of the whole

@@ -233,7 +233,7 @@ def _per_parameter(size: int, count: int) -> Reason:
 
 def _within_node(spec: RunSpec) -> list[int]:
     """Return the degrees of tensor parallelism above 1 that fit within a node and divide the heads."""
-    per_node, heads = near_ranks(spec.cluster), workload_of(spec.model).heads(spec)
+    per_node, heads = min(near_ranks(spec.cluster), spec.world_size), workload_of(spec.model).heads(spec)
     powers = (1 << power for power in range(1, per_node.bit_length()))
     return [degree for degree in powers if per_node % degree == 0 and heads % degree == 0]
 

@@ -41,7 +41,6 @@ class Accelerator:
     is_cpu: bool = False
     package: int = 1  # devices with faster links among each other than ``intra_node_bandwidth``, and the rate of these
     package_bandwidth: float = 0.0
-    nvlink_domain: int = 0  # devices that the links of a node connect beyond it; 0: none
     # Shares of the rates that kernels reach, as the spec states them: (matmul, attention, memory); None: not stated.
     efficiency: tuple[float | None, float | None, float | None] = (None, None, None)
 
@@ -82,7 +81,7 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
             name=name,
             flops={key.removesuffix("_flops"): float(value) for key, value in row.items() if key.endswith("_flops")},
             is_cpu=name == "cpu",
-            **{key: value for key, value in row.items() if not key.endswith("_flops")},
+            **{key: value for key, value in row.items() if not key.endswith(("_flops", "nvlink_domain"))},
         )
         if cluster.gpu_slice is not None:
             found = _part_of(found, *cluster.gpu_slice)

@@ -20,15 +20,16 @@ from scaletrain_cli.text import nearest_name
 _CATALOGUE = "plan/catalogue/networks.json"
 # Smallest rate: a smaller one is a typing error, and dividing by it would overflow.
 _SLOWEST = 1.0
-# GPUs of the nodes for which the largest rate of a node, and the latency of each rank in it, are known.
-_SHARING = 8
+# GPUs of the largest nodes for which the largest rate of a node and the latency of each rank in it are known, and those
+# of the usual node, whose figures stand for NVLink domains.
+_LARGEST_NODE, _USUAL_NODE = 16, 8
 
 
 @dataclass(frozen=True)
 class Link:
     """The links of one cluster: ``inside`` a node, and ``between`` nodes of ``per_node`` GPUs. Latencies in seconds.
 
-    Nodes that NVLink connects count as one here; ``sharing`` GPUs share what one of them reaches at most.
+    Nodes that NVLink connects count as one here, in which ``sharing`` GPUs share what a usual node reaches at most.
     """
 
     name: str
@@ -112,7 +113,7 @@ class Link:
             return 0.0
         nodes, in_node = self.spread(ranks, stride)
         sent = rounds * size * (ranks - 1) / ranks
-        latency = self.inside_latency + min(ranks, _SHARING) * self.inside_hop
+        latency = self.inside_latency + min(ranks, self.sharing) * self.inside_hop
         inside = (self.in_package if ranks * stride <= self.package else self.inside) * share
         if nodes == 1:
             return latency + sent / inside
@@ -128,11 +129,11 @@ def network_names() -> list[str]:
 
 def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
     """Return the links that the cluster section names or describes. Raises UsageError for an unknown network."""
-    measured = cluster.network_figures
+    measured, near = cluster.network_figures, near_ranks(cluster)
     return _link(
         cluster.network or device.network,
-        near_ranks(cluster),
-        min(near_ranks(cluster), _SHARING),
+        near,
+        near if near == cluster.gpus_per_node <= _LARGEST_NODE else _USUAL_NODE,
         device.intra_node_bandwidth,
         None if cluster.inter_node_bandwidth == "auto" else cluster.inter_node_bandwidth,
         cluster.network_oversubscription,

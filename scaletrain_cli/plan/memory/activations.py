@@ -313,10 +313,11 @@ def loss_bytes(
 
 
 def padded_head_bytes(model: ModelSpec, element_bytes: int, tensor_parallel: int, cross_entropy: str) -> int:
-    """Return the bytes of the padded copy of the head's weight on a GPU; 0 if its rows need none."""
+    """Return the bytes of the padded copy of the head's weight on a GPU; 0 if no rank needs one."""
     rows = -(-model.vocab_size // tensor_parallel)
-    padded = -(-rows // HEAD_MULTIPLE) * HEAD_MULTIPLE
-    return 0 if padded == rows or cross_entropy == "liger" else element_bytes * padded * model.hidden_size
+    unaligned = [each for each in (rows, model.vocab_size - rows * (tensor_parallel - 1)) if each % HEAD_MULTIPLE]
+    padded = -(-max(unaligned, default=0) // HEAD_MULTIPLE) * HEAD_MULTIPLE
+    return 0 if cross_entropy == "liger" else element_bytes * padded * model.hidden_size
 
 
 def loss_chunks(model: ModelSpec, tokens: int, cross_entropy: str) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products
-from scaletrain_cli.plan.catalogue.hardware import Accelerator, near_ranks
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.activations import (
     Recomputation,
     TokenActivations,
@@ -374,7 +374,7 @@ def _size_of_stage(
     if not device.is_cpu and program.loss_entry_bytes is None:
         loss += padded_head_bytes(model, element, layout.tensor_parallel, layout.cross_entropy)
     offloaded = spec.layout.activation_offload
-    framework = outside_allocator_bytes(layout, near_ranks(spec.cluster), device.is_cpu)
+    framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     payload = element * model.hidden_size * tokens  # what stages of a pipeline send each other
     shared = _shared_bytes(spec, layout, device)
     entries, zero = -(-model.vocab_size // layout.tensor_parallel), layout.zero_stage

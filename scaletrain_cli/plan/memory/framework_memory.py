@@ -338,7 +338,7 @@ def framework_stage_memory(
             step=step,
         )
 
-    outside = outside_allocator_bytes(layout, near_ranks(spec.cluster), device.is_cpu)
+    outside = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     cache: dict[Stage, _FixedBytes] = {}
 
     def size(stage: Stage) -> StageMemory:

@@ -6,6 +6,7 @@ interruptions M, is its first-order approximation.
 """
 
 import math
+from typing import NamedTuple
 
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
@@ -45,8 +46,8 @@ SPOT_HOURS_BETWEEN_PREEMPTIONS = 2.4
 MEMORY_COST, MEMORY_SHARE = 0.01, 0.5
 # The two newest, and the buffers from which the next one is written; and the two newest of another node.
 _COPIES_HELD, _COPIES_HELD_WITH_PARTNERS = 3, 5
-# Bytes/s at which a node sends copies to another one, by TCP; an assumption, 10 Gbit/s.
-_SENT_BYTES_PER_SECOND_PER_NODE = 1.25e9
+# Bytes/s at which the ranks of a node send copies to another one, by TCP over 100 Gbit/s; an assumption.
+_SENT_BYTES_PER_SECOND_PER_NODE = 5e9
 # Bytes/s at which a rank writes and hashes a copy by SHA-256, with the processor's instructions for it; an assumption.
 _HASHED_BYTES_PER_SECOND = 1e9
 # Above this number of expected interruptions per interval no run finishes, and exp() would overflow.
@@ -139,17 +140,17 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
     interval = interval_steps * time.step
     restart = _restart_seconds(spec, size, device)
     behind = save - blocked
-    copy_steps, copies, on_partners = _memory_copies(spec, size, time.step, interval_steps, device)
+    copies = _memory_copies(spec, size, time.step, interval_steps, device)
     # A spare node replaces one that fails; a preemption takes the whole job, and its copies.
     after_loss = (failures * _replacement_seconds(spec, size, device) + (sudden - failures) * restart) / sudden
     from_memory, repeated, from_disk, again = 0.0, 0.0, sudden, 0.0
-    if copy_steps is not None and on_partners:
+    if copies.on_partners:
         from_memory = failures - _requeued(spec, failures)
         after_loss, from_disk = restart, sudden - from_memory
-        repeated = copy_steps * time.step  # half an interval, and up to as much until a copy is whole
+        repeated = copies.seconds / 2 + copies.written  # half an interval, and until a copy is whole
         again = _replaced_seconds(spec, size, device) + repeated
     goodput = expected_goodput(interval, save, blocked, after_loss, from_disk)
-    goodput /= 1 + noticed * (restart + save) + from_memory * again
+    goodput /= 1 + copies.cost + noticed * (restart + save) + from_memory * again
     lost = (_lost_seconds(interval + blocked, from_disk) + behind) * from_disk + repeated * from_memory
     wall = time.to_train / goodput if goodput > 0 else None
     return Durability(
@@ -167,34 +168,47 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
         lost_work_seconds=lost * between,
         wall_seconds=wall,
         copy_bytes_per_node=math.ceil(size / spec.cluster.nodes),
-        memory_copy_steps=copy_steps,
-        memory_copy_bytes_per_node=copies,
-        memory_copies_on_partners=on_partners,
+        memory_copy_steps=copies.every,
+        memory_copy_bytes_per_node=copies.bytes_per_node,
+        memory_copies_on_partners=copies.on_partners,
+        memory_copy_cost=copies.cost,
     )
 
 
-def _memory_copies(
-    spec: RunSpec, size: int, step: float, interval_steps: int, device: Accelerator
-) -> tuple[int | None, int, bool]:
-    """Return the steps between copies in host memory, their bytes on each node, and whether another node has them too.
+class _Copies(NamedTuple):
+    """Copies in host memory: steps and seconds between two, the seconds that each blocks training and takes in all.
 
-    None, 0 and False for no copies.
+    ``on_partners``: another node has them too. ``every`` is None without copies.
     """
+
+    every: int | None = None
+    seconds: float = math.inf
+    blocked: float = 0.0
+    written: float = 0.0
+    bytes_per_node: int = 0
+    on_partners: bool = False
+
+    @property
+    def cost(self) -> float:
+        """Return the share of the time that training waits: a copy waits until the last one is whole."""
+        return (self.blocked + max(0.0, self.written - self.seconds)) / self.seconds
+
+
+def _memory_copies(spec: RunSpec, size: int, step: float, interval_steps: int, device: Accelerator) -> _Copies:
     given, bytes_per_node = spec.checkpoint.in_memory, memory_copy_bytes(spec, size)
     if given == "off" or memory_copies_lack_room(spec, bytes_per_node):
-        return None, 0, False
+        return _Copies()
     # Without a node that takes the place of a lost one, the job and its copies end with it.
     more = bytes_per_node * _COPIES_HELD_WITH_PARTNERS // _COPIES_HELD
     on_partners = may_have_partners(spec) and not memory_copies_lack_room(spec, more)
-    if given != "auto":
-        every = given
-    else:
-        blocked = size / (min(_COPY_BYTES_PER_SECOND_PER_GPU, device.host_bandwidth) * spec.world_size)
-        written = size / (_HASHED_BYTES_PER_SECOND * spec.world_size)
-        if on_partners:
-            written += written + size / (_SENT_BYTES_PER_SECOND_PER_NODE * spec.cluster.nodes)
-        every = max(1, math.ceil(max(blocked / MEMORY_COST, written) / step))
-    return (every, more if on_partners else bytes_per_node, on_partners) if every < interval_steps else (None, 0, False)
+    blocked = size / (min(_COPY_BYTES_PER_SECOND_PER_GPU, device.host_bandwidth) * spec.world_size)
+    written = size / (_HASHED_BYTES_PER_SECOND * spec.world_size)
+    if on_partners:
+        written += written + size / (_SENT_BYTES_PER_SECOND_PER_NODE * spec.cluster.nodes)
+    every = max(1, math.ceil(max(blocked / MEMORY_COST, written) / step)) if given == "auto" else given
+    if every >= interval_steps:
+        return _Copies()
+    return _Copies(every, every * step, blocked, written, more if on_partners else bytes_per_node, on_partners)
 
 
 def may_have_partners(spec: RunSpec) -> bool:
@@ -278,8 +292,12 @@ def _replaced_seconds(spec: RunSpec, size: int, device: Accelerator) -> float:
 
 
 def _requeued(spec: RunSpec, amount: float) -> float:
-    """Return the share of failures that requeue the job: that after the last spare node, and then it has all again."""
-    return amount / (spec.cluster.spare_nodes + 1)
+    """Return the share of failures that requeue the job: those of the first node, and that after the last spare one.
+
+    A requeued job has all its spare nodes again.
+    """
+    spare, nodes = spec.cluster.spare_nodes, spec.cluster.nodes
+    return amount * (1 - spare / (spare + 1) * (1 - 1 / nodes))
 
 
 def spare_nodes_pay_from(spec: RunSpec, device: Accelerator) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scaletrain_cli.plan.axes import Axes
-from scaletrain_cli.plan.catalogue.hardware import Accelerator, near_ranks
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.peak import outside_bytes_of_axes
 from scaletrain_cli.plan.result import Layout, Network, StepSeconds, Time
@@ -214,7 +214,7 @@ class Bounds:
 
         It has the blocks and the micro-batches in flight of that stage, and what is outside the allocator on all ranks.
         """
-        outside = 0 if self.device.is_cpu else outside_bytes_of_axes(axes, near_ranks(self.spec.cluster))
+        outside = 0 if self.device.is_cpu else outside_bytes_of_axes(axes, self.spec.cluster.gpus_per_node)
         found = None if self._stages > 1 or not self._uniform else self._full_stage(axes)
         if found is None and axes.pipeline > 1 and not self._alike:
             return int(_SLACK * (outside + self._mean_bytes(axes, zero_stage, micro_batch, checkpointing, offload)))

@@ -211,13 +211,15 @@ def head_time(
     ``trained``: the head's weight trains; ``arriving``: the hidden states need a gradient.
     """
     columns, hidden = -(-model.vocab_size // work.tensor), model.hidden_size
-    padded = -(-columns // profile.head_multiple) * profile.head_multiple
+    padded = columns if rate.is_cpu else -(-columns // profile.head_multiple) * profile.head_multiple
     forward, of_input, of_weight = linear_products(work.tokens, hidden, padded, work.compiled, rate)
     entries = 1.0 * work.tokens * columns
     copied = 2.0 * padded * hidden * rate.element_bytes if padded > columns else 0.0
+    # The gradient of the logits is copied between zeros: written twice and read once.
+    spread = copied + 3.0 * entries * rate.element_bytes if padded > columns else 0.0
     return PartTime(
         forward + memory_seconds(profile.loss[0] * entries + copied, 10, rate),
-        of_input * arriving + of_weight * trained + memory_seconds(profile.loss[1] * entries + copied, 5, rate),
+        of_input * arriving + of_weight * trained + memory_seconds(profile.loss[1] * entries + spread, 5, rate),
     )
 
 

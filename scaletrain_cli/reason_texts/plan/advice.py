@@ -44,8 +44,8 @@ _WARNINGS: Texts = {
     "images-exceed-storage": "each node reads {images:,.0f} images/s of about {image_bytes:bytes}: {needed:bytes}/s, "
     "more than cluster.storage_bandwidth = {given:bytes}/s; a step waits {wait:seconds}. Copy the data to local "
     "disks, or prepare smaller images",
-    "tensor-parallel-across-nodes": "layout.tensor_parallel = {tensor_parallel} crosses nodes of {gpus_per_node} "
-    "GPUs; its traffic then runs at network speed",
+    "tensor-parallel-across-nodes": "layout.tensor_parallel = {tensor_parallel} crosses the {gpus_per_node} GPUs that "
+    "the links of a node connect; its traffic then runs at network speed",
     "launches-block": "env sets CUDA_LAUNCH_BLOCKING: the host waits for each kernel, so communication does not "
     "overlap compute",
     "too-little-host-memory": "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from "
@@ -56,6 +56,8 @@ _WARNINGS: Texts = {
     "node's memory, more than {share:percent} of what the job requests",
     "memory-copies-on-one-node": "copies in host memory stay on their own node, because with those of another node "
     "they would take more than {share:percent} of what the job requests: a lost node resumes from disk",
+    "memory-copies-slow": "checkpoint.in_memory: training waits for a copy every {every:of step}, which adds "
+    "{cost:percent} to the time. Use auto",
     "memory-copies-too-rare": "checkpoint.in_memory is off: copies in host memory would be no more frequent than "
     "checkpoints, every {every:of step}",
     "emulated-precision": "{device} has no {precision} units: {precision} is emulated, slowly. Times assume fp32 speed",

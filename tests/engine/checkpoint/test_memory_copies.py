@@ -45,7 +45,6 @@ class Alone:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(memory_copies, "copies_folder", lambda run: tmp_path / "memory")
-    monkeypatch.setattr(memory_copies, "MEMORY", tmp_path)
     return RunDir(tmp_path)
 
 
@@ -133,11 +132,11 @@ def test_a_full_memory_ends_the_copies_with_an_event_and_leaves_the_last_whole_o
 
 
 def test_a_node_without_room_makes_no_copies(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_copies, "available_bytes", lambda: 150)
+    monkeypatch.setattr(memory_copies, "free_bytes", lambda: 150)
     assert opened(run) is None
     (event,) = read_events(run)
     assert event["code"] == "engine.memory-copies-no-room"
-    monkeypatch.setattr(memory_copies, "available_bytes", lambda: 250)
+    monkeypatch.setattr(memory_copies, "free_bytes", lambda: 250)
     assert opened(run) is not None
 
 

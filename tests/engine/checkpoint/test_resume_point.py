@@ -270,8 +270,10 @@ def test_a_checkpoint_copied_to_another_step_s_name_is_reported_and_not_used(run
     assert {"step-00000012", "step-00000018", "step-00000024", "step-00000030"} <= kept
 
 
-def copy(job: Job, step: int, *, ranks: int = 4, world_size: int = 4, start: int = 0) -> None:
-    """Copy the state after a step to the memory of both nodes, by the first ranks."""
+def copy(
+    job: Job, step: int, *, ranks: int = 4, world_size: int = 4, start: int = 0, attempts: tuple[int, int] = (1, 1)
+) -> None:
+    """Copy the state after a step to the memory of both nodes, by the first ranks, in an attempt on each node."""
     job.memory = job.run.path / "memory"
     for rank in range(ranks):
         folder = job.memory / f"node {rank // 2}"
@@ -285,7 +287,7 @@ def copy(job: Job, step: int, *, ranks: int = 4, world_size: int = 4, start: int
             state = checkpoint_commit.HashingWriter(place / STATE_FILE)
             state.write(b"{}")
             files[STATE_FILE] = state.close()
-        complete_copy(folder, step, rank, files, key=key, world_size=world_size, attempt=1)
+        complete_copy(folder, step, rank, files, key=key, world_size=world_size, attempt=attempts[rank // 2])
 
 
 def resumed(job: Job) -> tuple[int, bool]:
@@ -322,8 +324,13 @@ def test_a_flipped_bit_in_one_copy_leaves_the_one_before(job: Job) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"world_size": 8}, {"ranks": 2}, {"start": 1}],
-    ids=["of another layout", "of one node alone", "from before a start from scratch"],
+    [{"world_size": 8}, {"ranks": 2}, {"start": 1}, {"attempts": (1, 2)}],
+    ids=[
+        "of another layout",
+        "of one node alone",
+        "from before a start from scratch",
+        "of another attempt on each node",
+    ],
 )
 def test_another_copy_is_not_used(job: Job, settings: dict[str, Any]) -> None:
     copy(job, 24, **settings)

@@ -240,6 +240,13 @@ def test_whole_and_chunked_losses_train_equally_in_every_zero_stage(tied: bool) 
             torch.testing.assert_close(losses, reference, rtol=0, atol=1e-5, msg=f"{way}: {losses}, not {reference}")
 
 
+def test_the_head_pads_its_rows_on_a_gpu_except_for_liger() -> None:
+    made = head()
+    for device, kind, multiple in (("cpu", "whole", 1), ("cuda", "whole", 64), ("cuda", "chunked", 64)):
+        choose_cross_entropy(made, kind, 0.0, torch.device(device))
+        assert made.multiple == multiple
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @every_kind
 def test_rows_that_are_added_for_the_kernels_of_a_gpu_change_nothing(tokens_at_once: int | None, kind: str) -> None:

@@ -266,10 +266,31 @@ def test_copies_on_a_second_node_are_planned_for_jobs_with_spare_nodes_and_count
     assert (alone.memory_copies_on_partners, second.memory_copies_on_partners) == (False, True)
     assert second.memory_copy_bytes_per_node == 5 * second.checkpoint_bytes // 4
     assert without_partners(second.memory_copy_bytes_per_node) == alone.memory_copy_bytes_per_node
-    without = plan_of(cluster__spare_nodes=1).durability
-    assert second.expected_goodput > without.expected_goodput
-    assert second.lost_work_seconds < without.lost_work_seconds
-    assert second.interval_steps == without.interval_steps, "on disk as often as before"
+    often = {"cluster__spare_nodes": 3, "cluster__per_node_mtbf": "2h", "cluster__storage_bandwidth": "200MB/s"}
+    without, copied = (plan_of(checkpoint__in_memory=each, **often).durability for each in ("off", "auto"))
+    assert copied.expected_goodput > without.expected_goodput + 0.005
+    assert copied.lost_work_seconds < 0.7 * without.lost_work_seconds
+    assert copied.interval_steps == without.interval_steps, "on disk as often as before"
+
+
+def test_copies_that_are_slower_than_their_interval_cost_what_training_waits_for_them() -> None:
+    plan = plan_of(checkpoint__in_memory=1, cluster__spare_nodes=1, training__global_batch_size=32)
+    assert plan.durability.memory_copy_cost > 0.2
+    assert plan.durability.expected_goodput < 1 / (1 + plan.durability.memory_copy_cost)
+    assert "training waits for a copy every 1 step" in "\n".join(map(str, plan.warnings))
+    assert plan_of(checkpoint__in_memory="auto", cluster__spare_nodes=1).durability.memory_copy_cost <= 0.011
+
+
+@pytest.mark.parametrize("step", [0.01, 1.0, 60.0])
+@pytest.mark.parametrize("spot", [False, True])
+def test_no_goodput_with_copies_on_a_second_node_exceeds_the_bound(step: float, spot: bool) -> None:
+    plan = plan_of()
+    spec = spec_of("llama-7b", cluster__nodes=64, cluster__spot=spot, cluster__spare_nodes=2, checkpoint__in_memory=1)
+    device = find_accelerator(spec.cluster)
+    bound = most_goodput(spec, device, checkpoint_bytes(spec, plan.layout), 0.01)
+    planned = plan_durability(spec, plan.layout, replace(plan.time, step=step), device)
+    assert planned.memory_copies_on_partners == (planned.interval_steps > 1)
+    assert planned.expected_goodput <= bound
 
 
 def test_copies_stay_on_their_own_node_if_a_second_one_has_no_room_for_them() -> None:
