@@ -248,7 +248,9 @@ def open_memory_copies(
     folder = copies_folder(run)
     places = consensus.follow_rank_zero(consensus.gather(place_of(folder)))
     assert places is not None
-    transfers = transfers_to_partners(places) if planned.memory_copies_on_partners else []
+    on_partners, bytes_per_node = planned.memory_copies_on_partners, planned.memory_copy_bytes_per_node
+    transfers = transfers_to_partners(places) if on_partners else []
+    alone = without_partners(bytes_per_node) if on_partners else bytes_per_node
 
     def first_problem(problem: Reason | None) -> Reason | None:
         problems = consensus.gather(problem)
@@ -257,11 +259,11 @@ def open_memory_copies(
     def lacks_room(needed: int) -> Reason | None:
         return first_problem(_too_little_room(folder, needed) if ranks.local_rank == 0 else None)
 
-    problem = lacks_room(planned.memory_copy_bytes_per_node)
+    problem = lacks_room(bytes_per_node if transfers else alone)
     if problem is not None and transfers:
         if ranks.rank == 0:
             report_off(run, attempt, Reason("engine.memory-copies-on-one-node", dict(problem.params)))
-        transfers, problem = [], lacks_room(without_partners(planned.memory_copy_bytes_per_node))
+        transfers, problem = [], lacks_room(alone)
     found: MemoryCopies | None = None
     if problem is None:
         about = (run, record, ranks, consensus, resume_point, places)

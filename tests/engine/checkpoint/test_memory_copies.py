@@ -48,9 +48,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return RunDir(tmp_path)
 
 
-def opened(run: RunDir, in_memory: object = 1, *, nodes: int = 1, step: int = 0, from_copy: bool = False) -> Any:
-    spec = SimpleNamespace(checkpoint=SimpleNamespace(in_memory=in_memory), cluster=SimpleNamespace(nodes=nodes))
-    planned = SimpleNamespace(memory_copy_steps=1, memory_copy_bytes_per_node=100, memory_copies_on_partners=False)
+def opened(
+    run: RunDir, in_memory: object = 1, *, step: int = 0, from_copy: bool = False, partners: bool = False
+) -> Any:
+    spec = SimpleNamespace(checkpoint=SimpleNamespace(in_memory=in_memory))
+    planned = SimpleNamespace(memory_copy_steps=1, memory_copy_bytes_per_node=100, memory_copies_on_partners=partners)
     plan = SimpleNamespace(durability=planned, layout=SimpleNamespace(local_sgd_groups=1))
     point = ResumePoint(None, step, False, [], 0, [], in_memory=from_copy, copies_key=KEY)
     place: Any = (run, SimpleNamespace(spec=spec, plan=plan), Ranks(0, 1, 0), Alone(), point)
@@ -136,6 +138,7 @@ def test_a_node_without_room_makes_no_copies(run: RunDir, monkeypatch: pytest.Mo
     assert opened(run) is None
     (event,) = read_events(run)
     assert event["code"] == "engine.memory-copies-no-room"
+    assert opened(run, partners=True) is not None, "all nodes share one memory: none takes copies of another one"
     monkeypatch.setattr(memory_copies, "free_bytes", lambda: 250)
     assert opened(run) is not None
 
