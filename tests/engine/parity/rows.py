@@ -21,7 +21,7 @@ model: {{family: llama, hidden_size: 64, num_hidden_layers: 3, num_attention_hea
         intermediate_size: 96, vocab_size: {VOCAB_SIZE}, seq_len: 32}}
 data: {{source: DATASET, tokenizer: {{vocab_size: {VOCAB_SIZE}}}}}
 training:
-  {{global_batch_size: 8, steps: NUMBER, precision: fp32, gradient_clipping: 2.05,
+  {{global_batch_size: 8, steps: NUMBER, precision: fp32, gradient_clipping: 2.14,
     optimizer: {{lr: 1.0e-3, eps: 1.0e-6}}, schedule: {{warmup_steps: WARM_UP}}}}
 evaluation: {{every: 0}}
 layout: {{virtual_pipeline: 1, expert_parallel: 1}}
