@@ -174,8 +174,8 @@ def durability_view(spec: RunSpec, durability: Durability) -> RenderableType:
         lines.insert(1, escaped_text(copy))
     if (between := durability.memory_copy_steps) is not None:
         size = bytes_text(durability.memory_copy_bytes_per_node)
-        copied = f"copied to host memory every {f'{whole_text(between)} steps' if between > 1 else 'step'}"
-        copied += " of two nodes" if durability.memory_copies_on_partners else ""
+        where = "the host memory of two nodes" if durability.memory_copies_on_partners else "host memory"
+        copied = f"copied to {where} every {f'{whole_text(between)} steps' if between > 1 else 'step'}"
         lines.insert(2, escaped_text(f"{copied}, which takes {size} more of each node's memory"))
     return Group(*lines)
 
