@@ -68,7 +68,9 @@ _PAUSE_SECONDS = 60  # after an attempt without progress, which an outage of som
 _START_SECONDS = 180.0  # from the end of an attempt until the agents of the next one receive signals
 _PROMPT_SECONDS = 10.0  # for an answer of Slurm without which the job is requeued
 _ASKED_NODES = 4  # one is enough, unless its name does not resolve
-_EARLY_SECONDS = 60.0  # Slurm may send the signal of --signal up to a minute early
+# Slurm may send the signal of --signal up to a minute early, and if an administrator sets the end of a job, the limit
+# that it shows, in minutes, is 30 to 90 seconds late (measured with 22.05).
+_EARLY_SECONDS = 150.0
 _POLL_SECONDS = 60.0  # between two questions when a reservation ends, which an administrator may change
 
 

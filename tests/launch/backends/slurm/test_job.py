@@ -293,6 +293,18 @@ def test_the_ranks_are_signaled_as_long_before_the_end_of_the_reservation_as_bef
     assert time_is_up("42", cluster, environment) == (signaled is not None)
 
 
+@pytest.mark.parametrize(("now", "is_up"), [("09:37:28", True), ("09:33:00", False)])
+def test_a_limit_that_slurm_shows_too_late_counts_as_reached(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, now: str, is_up: bool
+) -> None:
+    """As Slurm 22.05 showed it after `scontrol update EndTime=2026-12-01T09:38:28`, a minute before that."""
+    shown = {"squeue --noheader --states=all --jobs=42 --format=%S|%l": "2026-12-01T09:36:51|3:00\n"}
+    monkeypatch.setattr(job, "call_slurm", Slurm(shown))
+    monkeypatch.setattr(job, "time", SimpleNamespace(time=lambda: moment(f"2026-12-01T{now}")))
+    cluster = made.record.spec.cluster.model_copy(update={"grace_seconds": 30.0})
+    assert time_is_up("42", cluster, JOB) == is_up
+
+
 def test_a_job_whose_reservation_is_about_to_end_begins_again_only_after_that(
     made: MadeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
