@@ -71,12 +71,10 @@ SENT_RUN = "SCALETRAIN_SENT_RUN"
 
 @dataclass(frozen=True)
 class Sent:
-    """What came with a command line that another machine has sent.
+    """The variables of a command line that another machine may have sent.
 
-    ``here``: another machine has sent this command line. It has this ``version``, and calls this machine the login node
-    of ``cluster``.
-
-    ``clusters``: a clusters file with the cluster that the user named, which replaces the file of this machine.
+    ``here``: another machine has sent it. That machine has this ``version`` and calls this one the login node of
+    ``cluster``. ``clusters``: a clusters file with the cluster that the user named, which replaces that of this one.
     ``spec``: the path of the spec on that machine, for errors. ``run``: a file with the run as that machine has it
     (SentRun).
     """

@@ -1,4 +1,4 @@
-"""Two clusters are told at the same time to continue a run from its mirror: one trains, in any order of events."""
+"""If two clusters resume a run from its mirror at the same time, exactly one of them trains it."""
 
 import contextlib
 import os

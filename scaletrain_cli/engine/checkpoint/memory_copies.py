@@ -225,8 +225,8 @@ def _shared(saved: Mapping[str, Slice], part: Slice) -> int:
 
 
 def report_off(run: RunDir, attempt: int, why: Reason, **details: int) -> None:
-    """Record why an attempt makes no copies, or no further ones."""
-    logger.warning("no copies in host memory: %s", why)
+    """Record why an attempt makes no copies, no further ones, or none on a second node."""
+    logger.warning("checkpoint.in_memory: %s", why)
     with contextlib.suppress(OSError):  # training does not depend on them
         record_event(run, OFF_EVENT, attempt=attempt, message=str(why), **why.to_document(), **details)
 

@@ -182,7 +182,7 @@ def _find_copy(
         problems: dict[str, object] = {}
         if ranks.rank == here[0] and arriving and arriving > MEMORY_SHARE * free_bytes():
             problems[path.name] = f"{arriving} bytes of other nodes do not fit here"
-        if _said(problems, consensus, step, passed_over):
+        if _has_problems(problems, consensus, step, passed_over):
             continue
         try:
             if transfers:
@@ -193,7 +193,7 @@ def _find_copy(
         own = {rank: copy for rank, copy in read_copies(folder, key).get(step, {}).items() if copy.attempt == attempt}
         for rank in (ranks.rank, *(set(needed) - set(here) if ranks.rank == here[0] else ())):
             problems |= find_defects(own[rank]) if rank in own else {shard_name(rank): "not received"}
-        if _said(problems, consensus, step, passed_over):
+        if _has_problems(problems, consensus, step, passed_over):
             continue
         state = consensus.follow_rank_zero((path / STATE_FILE).read_bytes().decode() if ranks.rank == 0 else "")
         try:
@@ -201,13 +201,13 @@ def _find_copy(
                 replace_file(path / STATE_FILE, state)
         except OSError as error:
             problems[STATE_FILE] = error
-        if not _said(problems, consensus, step, passed_over):
+        if not _has_problems(problems, consensus, step, passed_over):
             files = {name: digest for rank in needed for name, digest in own[rank].files.items()}
             return replace(own[ranks.rank], files=files), passed_over
     return None, passed_over
 
 
-def _said(problems: Mapping[str, object], consensus: RankConsensus, step: int, passed_over: list[str]) -> bool:
+def _has_problems(problems: Mapping[str, object], consensus: RankConsensus, step: int, passed_over: list[str]) -> bool:
     """Return whether a rank has problems with the copy of a step; add a line for each. Collective."""
     parts = consensus.gather([f"{name}: {problem}" for name, problem in problems.items()])
     lines = [f"copy of step {step} in host memory, {line}" for part in parts or () for line in part]

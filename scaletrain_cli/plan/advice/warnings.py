@@ -73,8 +73,8 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory) -> Iterator[Rea
         yield Reason("plan.launches-block")
 
 
-# Of the time, for which training may wait for copies in host memory.
-_MUCH_OF_COPIES = 0.05
+# The largest share of the time for which training waits for copies in host memory without a warning.
+_MOST_COPY_COST = 0.05
 
 
 def _about_host_memory(spec: RunSpec, layout: Layout, memory: Memory, durability: Durability) -> Iterator[Reason]:
@@ -86,7 +86,7 @@ def _about_host_memory(spec: RunSpec, layout: Layout, memory: Memory, durability
             yield Reason("plan.memory-copies-too-rare", {"every": every})
     elif durability.memory_copy_steps is not None and may_have_partners(spec) != durability.memory_copies_on_partners:
         yield Reason("plan.memory-copies-on-one-node", {"share": MEMORY_SHARE})
-    if durability.memory_copy_cost > _MUCH_OF_COPIES:
+    if durability.memory_copy_cost > _MOST_COPY_COST:
         slow = {"every": durability.memory_copy_steps, "cost": durability.memory_copy_cost}
         yield Reason("plan.memory-copies-slow", slow)
     offloaded = memory.host * min(spec.cluster.gpus_per_node, layout.world_size)

@@ -143,7 +143,8 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
     copies = _memory_copies(spec, size, time.step, interval_steps, device)
     # A spare node replaces one that fails; a preemption takes the whole job, and its copies.
     after_loss = (failures * _replacement_seconds(spec, size, device) + (sudden - failures) * restart) / sudden
-    from_memory, repeated, from_disk, again = 0.0, 0.0, sudden, 0.0
+    # Interruptions per second after which the run resumes from memory, and from disk; seconds that the former cost.
+    from_memory, from_disk, repeated, again = 0.0, sudden, 0.0, 0.0
     if copies.on_partners:
         from_memory = failures - _requeued(spec, failures)
         after_loss, from_disk = restart, sudden - from_memory
