@@ -103,12 +103,12 @@ AT_PUBLISHED_RATE = {
     "rank lost, checkpoints on storage": Costs(
         PUBLISHED_STEP, _STATE / _TO_HOST + _STORED, _STATE / _TO_HOST, _PROCESS + _STORED
     ),
-    # A second node has the copy once it is sent and hashed there; the new node receives and verifies it.
+    # Files are hashed while they are sent, at both ends.
     "node lost, copies on a second node": Costs(
         PUBLISHED_STEP,
-        _STATE / _TO_HOST + _COPIED + _SENT,
+        _STATE / _TO_HOST + _SENT,
         _STATE / _TO_HOST,
-        _NODE + _SENT + _COPIED + _STATE / _TO_HOST,
+        _NODE + _SENT + _STATE / _TO_HOST,
     ),
     "node lost, checkpoints on storage": Costs(
         PUBLISHED_STEP, _STATE / _TO_HOST + _STORED, _STATE / _TO_HOST, _NODE + _STORED

@@ -5,8 +5,11 @@ own; the next attempt sends each node what its ranks need and it does not have, 
 """
 
 import contextlib
+import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,16 +81,34 @@ def transfers_to_resume(
     return transfers
 
 
-def transfer_copies(path: Path, transfers: Sequence[Transfer], rank: int, consensus: RankConsensus) -> None:
+class Content(NamedTuple):
+    """What a rank sends: the size of each file by name, their bytes in this order, and then the manifest.
+
+    ``manifest`` may wait until it is written; it returns nothing if the files here are not complete.
+    """
+
+    sizes: Mapping[str, int]
+    parts: Iterable[memoryview]
+    manifest: Callable[[], bytes]
+
+
+def transfer_copies(
+    path: Path, transfers: Sequence[Transfer], rank: int, consensus: RankConsensus, own: Content | None = None
+) -> None:
     """Send and receive files of ``path``, the folder of a step here. Collective over the ranks of the ``transfers``.
 
-    What its source lacks, or arrives other than its manifest states, is left without a manifest. Raises OSError if a
-    file cannot be written, once all are received, and RuntimeError if another rank is lost.
+    ``own``: what this rank sends of its own copy, while it is written; None if it is complete. What its source lacks,
+    or arrives other than its manifest states, is left without a manifest. Raises OSError if a file cannot be written,
+    once all are received, and RuntimeError if another rank is lost.
     """
     of_ranks = Counter(rank for each in transfers for rank in (each.source, each.destination))
     chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, _BUFFER_BYTES // max(of_ranks.values(), default=1)))
-    sent = {tag: read_manifest(path, each.owner) for tag, each in enumerate(transfers) if each.source == rank}
-    sizes = {tag: torch.zeros(1, dtype=torch.int64) for tag, each in enumerate(transfers) if each.destination == rank}
+    sent = {
+        tag: own if own is not None and each.owner == rank else _stored(path, read_manifest(path, each.owner))
+        for tag, each in enumerate(transfers)
+        if each.source == rank
+    }
+    received = [tag for tag, each in enumerate(transfers) if each.destination == rank]
 
     def exchange(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         consensus.exchange(
@@ -95,25 +116,38 @@ def transfer_copies(path: Path, transfers: Sequence[Transfer], rank: int, consen
             [(transfers[tag].source, tag, values) for tag, values in incoming.items()],
         )
 
-    exchange({tag: torch.tensor([len(manifest)]) for tag, manifest in sent.items()}, sizes)
-    arrived = {tag: torch.zeros(int(size), dtype=torch.uint8) for tag, size in sizes.items() if size}
-    stated = {tag: manifest for tag, manifest in sent.items() if manifest}
-    exchange({tag: torch.frombuffer(bytearray(each), dtype=torch.uint8) for tag, each in stated.items()}, arrived)
-    problems: list[OSError] = []
-    outgoing = {tag: _read(path, manifest, chunk_bytes) for tag, manifest in stated.items()}
-    incoming = {
-        tag: _write(path, transfers[tag].owner, manifest.numpy().tobytes(), chunk_bytes, problems)
-        for tag, manifest in arrived.items()
-    }
-    while outgoing or incoming:
-        # Both ends take the chunks of a transfer in the same order, and one of each per exchange.
-        chunks = {tag: chunk for tag, each in outgoing.items() if (chunk := next(each, None)) is not None}
-        empty = {tag: chunk for tag, each in incoming.items() if (chunk := next(each, None)) is not None}
-        exchange(chunks, empty)
-        outgoing = {tag: outgoing[tag] for tag in chunks}
-        incoming = {tag: incoming[tag] for tag in empty}
+    def exchange_texts(texts: Mapping[int, bytes]) -> dict[int, bytes]:
+        sizes = {tag: torch.zeros(1, dtype=torch.int64) for tag in received}
+        exchange({tag: torch.tensor([len(text)]) for tag, text in texts.items()}, sizes)
+        arrived = {tag: torch.zeros(int(size), dtype=torch.uint8) for tag, size in sizes.items() if size}
+        stated = {tag: torch.frombuffer(bytearray(text), dtype=torch.uint8) for tag, text in texts.items() if text}
+        exchange(stated, arrived)
+        return {tag: arrived[tag].numpy().tobytes() if tag in arrived else b"" for tag in received}
+
+    sizes = exchange_texts({tag: json.dumps(dict(each.sizes)).encode() for tag, each in sent.items()})
+    # Hashing takes as long as receiving, so that both are done at a time.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="received-copies") as thread:
+        writers = {tag: _Received(path, transfers[tag].owner, json.loads(text), thread) for tag, text in sizes.items()}
+        outgoing = {tag: _cut(each, chunk_bytes) for tag, each in sent.items()}
+        incoming = {tag: each.chunks(chunk_bytes) for tag, each in writers.items()}
+        while outgoing or incoming:
+            # Both ends take the chunks of a transfer in the same order, and one of each per exchange.
+            chunks = {tag: chunk for tag, each in outgoing.items() if (chunk := next(each, None)) is not None}
+            empty = {tag: chunk for tag, each in incoming.items() if (chunk := next(each, None)) is not None}
+            exchange(chunks, empty)
+            outgoing = {tag: outgoing[tag] for tag in chunks}
+            incoming = {tag: incoming[tag] for tag in empty}
+        manifests = exchange_texts({tag: each.manifest() for tag, each in sent.items()})
+        problems = [problem for tag, each in writers.items() if (problem := each.close(manifests[tag])) is not None]
     if problems:
         raise problems[0]
+
+
+def _stored(path: Path, manifest: bytes) -> Content:
+    """Return the files that a manifest states; zeros in place of what cannot be read."""
+    files = _files(path, manifest)
+    sizes = {name: digest.size for name, digest in files.items()}
+    return Content(sizes, (part for name, size in sizes.items() for part in _read(path / name, size)), lambda: manifest)
 
 
 def _files(path: Path, manifest: bytes) -> Mapping[str, FileDigest]:
@@ -121,57 +155,81 @@ def _files(path: Path, manifest: bytes) -> Mapping[str, FileDigest]:
     return dict(sorted(stated.files.items())) if isinstance(stated, Checkpoint) else {}
 
 
-def _chunks(size: int, chunk_bytes: int) -> Iterator[Tensor]:
-    for start in range(0, size, chunk_bytes):
-        yield torch.zeros(min(chunk_bytes, size - start), dtype=torch.uint8)
+def _read(path: Path, size: int) -> Iterator[memoryview]:
+    with contextlib.ExitStack() as opened:
+        file: Any = None
+        with contextlib.suppress(OSError):
+            file = opened.enter_context(open_to_read(path))
+        for start in range(0, size, _CHUNK_BYTES):
+            part = bytearray(min(_CHUNK_BYTES, size - start))
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.readinto(part)
+            yield memoryview(part)
 
 
-def _read(path: Path, manifest: bytes, chunk_bytes: int) -> Iterator[Tensor]:
-    """Yield the content of the files that a manifest states; zeros in place of what cannot be read."""
-    for name, digest in _files(path, manifest).items():
-        with contextlib.ExitStack() as opened:
-            file: Any = None
-            with contextlib.suppress(OSError):
-                file = opened.enter_context(open_to_read(path / name))
-            for chunk in _chunks(digest.size, chunk_bytes):
-                if file is not None:
-                    with contextlib.suppress(OSError):
-                        file.readinto(chunk.numpy())
-                yield chunk
+def _chunk_sizes(sizes: Mapping[str, int], chunk_bytes: int) -> Iterator[tuple[str, int]]:
+    return ((name, min(chunk_bytes, size - at)) for name, size in sizes.items() for at in range(0, size, chunk_bytes))
 
 
-def _write(path: Path, owner: int, manifest: bytes, chunk_bytes: int, problems: list[OSError]) -> Iterator[Tensor]:
-    """Yield tensors to fill, and write them to the files that a manifest states, and it last if they are as stated.
+def _cut(content: Content, chunk_bytes: int) -> Iterator[Tensor]:
+    """Yield the parts as the chunks of each file that the other end expects."""
+    parts, left = iter(content.parts), memoryview(b"")
+    for _, size in _chunk_sizes(content.sizes, chunk_bytes):
+        chunk, filled = torch.empty(size, dtype=torch.uint8), 0
+        while filled < size:
+            left = left or next(parts)
+            taken = left[: size - filled]
+            chunk.numpy().data[filled : filled + len(taken)] = taken
+            left, filled = left[len(taken) :], filled + len(taken)
+        yield chunk
 
-    After an error, which is added to ``problems``, the rest is received and not written: its source sends it.
+
+class _Received:
+    """The files of one copy that arrive here; what is written is hashed in ``thread``.
+
+    After an error the rest is received and not written: its source sends it.
     """
-    files, digests = _files(path, manifest), dict[str, FileDigest]()
-    failed = False
 
-    @contextlib.contextmanager
-    def recording_error() -> Iterator[None]:
-        nonlocal failed
-        try:
-            yield
-        except OSError as error:
-            failed = True
-            problems.append(error)
+    def __init__(self, path: Path, owner: int, sizes: Mapping[str, int], thread: ThreadPoolExecutor) -> None:
+        self._path, self._owner, self._sizes, self._thread = path, owner, sizes, thread
+        self._writers: dict[str, HashingWriter] = {}
+        self._problem: OSError | None = None
+        self._writing: Future[None] | None = None
 
-    with recording_error():
-        make_folder(path, mode=0o700)
-    for name, digest in files.items():
-        writer = None
-        if not failed:
-            with recording_error():
-                writer = HashingWriter(path / name)
-        for chunk in _chunks(digest.size, chunk_bytes):
+    def chunks(self, chunk_bytes: int) -> Iterator[Tensor]:
+        """Yield tensors to fill, one after the other."""
+        for name in self._sizes:
+            self._do(partial(self._open, name))
+        for name, size in _chunk_sizes(self._sizes, chunk_bytes):
+            chunk = torch.empty(size, dtype=torch.uint8)
             yield chunk
-            if writer is not None and not failed:
-                with recording_error():
-                    writer.write(chunk.numpy().data)
-        if writer is not None:
-            with recording_error():
-                digests[name] = writer.close()
-    if files and digests == files and not failed:
-        with recording_error():
-            write_received_manifest(path, owner, manifest)
+            if self._writing is not None:
+                self._writing.result()
+            self._writing = self._thread.submit(self._do, partial(self._write, name, chunk))
+
+    def close(self, manifest: bytes) -> OSError | None:
+        """Write the manifest if all files are as it states; return what failed here."""
+        if self._writing is not None:
+            self._writing.result()
+        self._do(lambda: self._complete(manifest))
+        return self._problem
+
+    def _do(self, work: Callable[[], object]) -> None:
+        if self._problem is None:
+            try:
+                work()
+            except OSError as error:
+                self._problem = error
+
+    def _open(self, name: str) -> None:
+        make_folder(self._path, mode=0o700)
+        self._writers[name] = HashingWriter(self._path / name)
+
+    def _write(self, name: str, chunk: Tensor) -> None:
+        self._writers[name].write(chunk.numpy().data)
+
+    def _complete(self, manifest: bytes) -> None:
+        digests = {name: writer.close() for name, writer in self._writers.items()}
+        if digests and digests == _files(self._path, manifest):
+            write_received_manifest(self._path, self._owner, manifest)

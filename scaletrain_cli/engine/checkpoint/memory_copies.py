@@ -7,34 +7,42 @@ before is removed.
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
-from scaletrain_cli.engine.checkpoint.copy_transfer import Transfer, transfer_copies, transfers_to_partners
+from scaletrain_cli.engine.checkpoint.copy_transfer import Content, Transfer, transfer_copies, transfers_to_partners
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
-from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice, overlaps, shard_name, write_shard
+from scaletrain_cli.engine.checkpoint.shard_file import (
+    Entry,
+    ShardHeader,
+    Slice,
+    overlaps,
+    shard_name,
+    shard_parts,
+    write_parts,
+)
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.plan.reliability.durability import MEMORY_COST, MEMORY_SHARE, without_partners
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.checkpoints import STATE_FILE, FileDigest, checkpoint_path
+from scaletrain_cli.rundir.checkpoints import STATE_FILE, checkpoint_path
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import make_folder
-from scaletrain_cli.worker.checkpoint_commit import HashingWriter
 from scaletrain_cli.worker.memory_copies import (
     complete_copy,
     drop_copies,
     free_bytes,
     open_copies,
     place_of,
+    read_manifest,
     remove_copies,
 )
 
@@ -183,21 +191,7 @@ class MemoryCopies:
         self._thread.shutdown()
         os.close(self._lock)
 
-    def _write_all(self, step: int, *rest: Any) -> float:
-        """Write the files of this rank and its manifest, and send them, in the thread; return the seconds."""
-        began = time.monotonic()
-        try:
-            self._write_own(step, *rest)
-        finally:  # the partner waits for it, and another rank's copy comes here
-            if self._to_partners is not None:
-                path = checkpoint_path(self.folder, step)
-                try:
-                    transfer_copies(path, self._transfers, self._ranks.rank, self._to_partners)
-                except RuntimeError as error:  # of gloo: a rank is lost
-                    raise OSError(str(error)) from error
-        return time.monotonic() - began
-
-    def _write_own(
+    def _write_all(
         self,
         step: int,
         header: ShardHeader,
@@ -205,18 +199,47 @@ class MemoryCopies:
         state: str,
         needs: tuple[int, ...],
         before_complete: Callable[[], None],
-    ) -> None:
-        path, name = checkpoint_path(self.folder, step), shard_name(self._ranks.rank)
-        make_folder(path, mode=0o700)
-        digests: dict[str, FileDigest] = {name: write_shard(path / name, header, entries)}
-        if self._ranks.rank == 0:
-            file = HashingWriter(path / STATE_FILE)
-            file.write(state.encode())
-            digests[STATE_FILE] = file.close()
-        time.sleep(self._delay_seconds)
-        before_complete()
-        files, world_size = (step, self._ranks.rank, digests), self._ranks.world_size
-        complete_copy(self.folder, *files, key=self._key, world_size=world_size, attempt=self._attempt, needs=needs)
+    ) -> float:
+        """Write the files of this rank and its manifest, and send them meanwhile; return the seconds."""
+        began, rank = time.monotonic(), self._ranks.rank
+        path, files = checkpoint_path(self.folder, step), {shard_name(rank): shard_parts(header, entries)}
+        if rank == 0:
+            files[STATE_FILE] = [memoryview(state.encode())]
+
+        def write() -> None:
+            make_folder(path, mode=0o700)
+            digests = {name: write_parts(path / name, parts) for name, parts in files.items()}
+            time.sleep(self._delay_seconds)
+            before_complete()
+            complete_copy(
+                self.folder,
+                step,
+                rank,
+                digests,
+                key=self._key,
+                world_size=self._ranks.world_size,
+                attempt=self._attempt,
+                needs=needs,
+            )
+
+        if self._to_partners is None:
+            write()
+            return time.monotonic() - began
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="own-copy") as thread:
+            own = thread.submit(write)
+
+            def manifest() -> bytes:
+                wait([own])
+                return read_manifest(path, rank)
+
+            sizes = {name: sum(map(len, parts)) for name, parts in files.items()}
+            content = Content(sizes, itertools.chain(*files.values()), manifest)
+            try:  # also if nothing can be written here: the partner waits for it, and another rank's copy comes here
+                transfer_copies(path, self._transfers, rank, self._to_partners, content)
+            except RuntimeError as error:  # of gloo: a rank is lost
+                raise OSError(str(error)) from error
+            own.result()
+        return time.monotonic() - began
 
 
 def _shared(saved: Mapping[str, Slice], part: Slice) -> int:

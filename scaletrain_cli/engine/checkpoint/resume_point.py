@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -161,7 +162,8 @@ def _find_copy(
     """
     # By step and attempt: two attempts may have reached one step in different ways.
     usable: dict[tuple[int, int], dict[int, tuple[tuple[int, ...], int]]] = {}
-    for step, copies in read_copies(folder, key).items():
+    before = read_copies(folder, key)
+    for step, copies in before.items():
         for rank, copy in copies.items():
             if step > saved_step and copy.world_size == ranks.world_size:
                 usable.setdefault((step, copy.attempt), {})[rank] = (copy.needs, copy.size_bytes)
@@ -184,15 +186,20 @@ def _find_copy(
             problems[path.name] = f"{arriving} bytes of other nodes do not fit here"
         if _has_problems(problems, consensus, step, passed_over):
             continue
-        try:
-            if transfers:
-                transfer_copies(path, transfers, ranks.rank, consensus)
-        except OSError as error:
-            problems[path.name] = error
+        own = (ranks.rank, *(set(needed) - set(here) if ranks.rank == here[0] else ()))
+        # What arrives is verified while it is received, so that only the rest is read here, meanwhile.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            defects = [thread.submit(find_defects, before[step][rank]) for rank in own if rank in held[ranks.rank]]
+            try:
+                if transfers:
+                    transfer_copies(path, transfers, ranks.rank, consensus)
+            except OSError as error:
+                problems[path.name] = error
+            for each in defects:
+                problems |= each.result()
         consensus.barrier()  # the files that the other ranks of this node receive are here
-        own = {rank: copy for rank, copy in read_copies(folder, key).get(step, {}).items() if copy.attempt == attempt}
-        for rank in (ranks.rank, *(set(needed) - set(here) if ranks.rank == here[0] else ())):
-            problems |= find_defects(own[rank]) if rank in own else {shard_name(rank): "not received"}
+        whole = {rank: copy for rank, copy in read_copies(folder, key).get(step, {}).items() if copy.attempt == attempt}
+        problems |= {shard_name(rank): "not received" for rank in own if rank not in whole}
         if _has_problems(problems, consensus, step, passed_over):
             continue
         state = consensus.follow_rank_zero((path / STATE_FILE).read_bytes().decode() if ranks.rank == 0 else "")
@@ -202,8 +209,8 @@ def _find_copy(
         except OSError as error:
             problems[STATE_FILE] = error
         if not _has_problems(problems, consensus, step, passed_over):
-            files = {name: digest for rank in needed for name, digest in own[rank].files.items()}
-            return replace(own[ranks.rank], files=files), passed_over
+            files = {name: digest for rank in needed for name, digest in whole[rank].files.items()}
+            return replace(whole[ranks.rank], files=files), passed_over
     return None, passed_over
 
 

@@ -163,13 +163,8 @@ class ShardHeader:
         return {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
 
 
-def write_shard(
-    path: Path, header: ShardHeader, entries: Sequence[Entry], before_write: Callable[[], None] = lambda: None
-) -> FileDigest:
-    """Write a rank's file, hashed while written and fsynced, and return its digest. Raises OSError.
-
-    ``before_write`` is called before each write, for fault injection.
-    """
+def shard_parts(header: ShardHeader, entries: Sequence[Entry]) -> list[memoryview]:
+    """Return the content of a rank's file in order: its index, and the bytes of each of the ``entries``, not copied."""
     index: dict[str, Any] = {"__metadata__": header.to_metadata()}
     end = 0
     for key, values in entries:
@@ -177,13 +172,27 @@ def write_shard(
         index[key] = {"dtype": _DTYPES[values.dtype], "shape": [values.numel()], "data_offsets": [start, end]}
     text = json.dumps(index, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    prefix = memoryview(len(text).to_bytes(8, "little") + text)
+    return [prefix, *(values.view(torch.uint8).numpy().data for _, values in entries)]
+
+
+def write_shard(
+    path: Path, header: ShardHeader, entries: Sequence[Entry], before_write: Callable[[], None] = lambda: None
+) -> FileDigest:
+    """Write a rank's file, hashed while written and fsynced, and return its digest. Raises OSError.
+
+    ``before_write`` is called before each write, for fault injection.
+    """
+    return write_parts(path, shard_parts(header, entries), before_write)
+
+
+def write_parts(path: Path, parts: Sequence[memoryview], before_write: Callable[[], None] = lambda: None) -> FileDigest:
+    """Write a file of ``parts`` in the same way."""
     before_write()
     writer = HashingWriter(path)
-    writer.write(len(text).to_bytes(8, "little") + text)
-    for _, values in entries:
+    for part in parts:
+        writer.write(part)
         before_write()
-        writer.write(values.view(torch.uint8).numpy().data)
-    before_write()
     return writer.close()
 
 

@@ -205,7 +205,8 @@ def _memory_copies(spec: RunSpec, size: int, step: float, interval_steps: int, d
     blocked = size / (min(_COPY_BYTES_PER_SECOND_PER_GPU, device.host_bandwidth) * spec.world_size)
     written = size / (_HASHED_BYTES_PER_SECOND * spec.world_size)
     if on_partners:
-        written += written + size / (_SENT_BYTES_PER_SECOND_PER_NODE * spec.cluster.nodes)
+        # Own files are hashed and received ones are written while files are sent.
+        written = max(written, size / (_SENT_BYTES_PER_SECOND_PER_NODE * spec.cluster.nodes))
     every = max(1, math.ceil(max(blocked / MEMORY_COST, written) / step)) if given == "auto" else given
     if every >= interval_steps:
         return _Copies()

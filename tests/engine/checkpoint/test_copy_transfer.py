@@ -8,17 +8,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.engine.checkpoint import copy_transfer
+from scaletrain_cli.engine.checkpoint import copy_transfer, resume_point
 from scaletrain_cli.engine.checkpoint.copy_transfer import (
+    Content,
     Transfer,
     transfer_copies,
     transfers_to_partners,
     transfers_to_resume,
 )
-from scaletrain_cli.engine.process_group import RankConsensus
-from scaletrain_cli.rundir.checkpoints import STATE_FILE, checkpoint_path, verify
+from scaletrain_cli.engine.checkpoint.shard_file import shard_name
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.rundir.checkpoints import STATE_FILE, Checkpoint, Defect, checkpoint_path, verify
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
-from scaletrain_cli.worker.memory_copies import complete_copy, open_copies, read_copies
+from scaletrain_cli.worker.memory_copies import complete_copy, open_copies, read_copies, read_manifest
 from tests.engine.ranks import on_ranks
 
 KEY, STEP = "key", 7
@@ -142,3 +144,53 @@ def test_a_full_memory_is_an_error_of_its_rank_alone_and_the_others_receive_thei
     errors = on_ranks(4, be_rank, tmp_path, TO_PARTNERS, "full")
     assert errors == ["", "", os.strerror(errno.ENOSPC), ""]
     assert (held(tmp_path, 0), held(tmp_path, 1)) == ([0, 1, 2, 3], [1, 2, 3])
+
+
+def be_writing_rank(root: Path) -> None:
+    """Send the own copy, which is written only once all of it is sent; rank 3 cannot write its own."""
+    rank, path = int(os.environ["RANK"]), checkpoint_path(place(root, int(os.environ["RANK"])), STEP)
+    copy_transfer._CHUNK_BYTES = CHUNK
+    parts = [memoryview(content(rank, size)) for size in (CHUNK - 1, 0, 3 * CHUNK)]
+
+    def manifest() -> bytes:
+        if rank != 3:
+            path.mkdir(exist_ok=True)
+            writer = HashingWriter(path / shard_name(rank))
+            for part in parts:
+                writer.write(part)
+            complete_copy(path.parent, STEP, rank, {shard_name(rank): writer.close()}, key=KEY, world_size=4, attempt=1)
+        return read_manifest(path, rank)
+
+    os.close(open_copies(path.parent))
+    own = Content({shard_name(rank): sum(map(len, parts))}, parts, manifest)
+    transfer_copies(path, TO_PARTNERS, rank, RankConsensus(60), own)
+
+
+def test_a_copy_is_sent_while_it_is_written_and_counts_once_it_is_whole_at_both_ends(tmp_path: Path) -> None:
+    on_ranks(4, be_writing_rank, tmp_path)
+    assert (held(tmp_path, 0), held(tmp_path, 1)) == ([0, 1, 2], [0, 1, 2])
+
+
+def be_resuming_rank(root: Path) -> tuple[int, list[str]]:
+    """Return the step that the rank resumes from, and the files that it reads to verify them."""
+    rank, read = int(os.environ["RANK"]), list[str]()
+
+    def find_defects(checkpoint: Checkpoint) -> dict[str, Defect]:
+        read.extend(checkpoint.files)
+        return verified(checkpoint)
+
+    verified, resume_point.find_defects = resume_point.find_defects, find_defects  # type: ignore[assignment]
+    resume_point.place_of = lambda folder: folder.name
+    copy, _ = resume_point._find_copy(place(root, rank), KEY, 0, Ranks(rank, 4, rank % 2), RankConsensus(60))
+    return 0 if copy is None else copy.step, read
+
+
+def test_what_a_new_node_receives_is_verified_while_it_arrives_and_not_read_again(tmp_path: Path) -> None:
+    for rank in range(4):
+        write_own(tmp_path, rank)
+    on_ranks(4, be_rank, tmp_path, TO_PARTNERS)
+    shutil.rmtree(tmp_path / "node 0")
+    (tmp_path / "node 0").mkdir(mode=0o700)
+    found = on_ranks(4, be_resuming_rank, tmp_path)
+    assert found == [(STEP, []), (STEP, []), (STEP, [shard_name(2)]), (STEP, [shard_name(3)])]
+    assert (held(tmp_path, 0), held(tmp_path, 1)) == ([0, 1], [0, 1, 2, 3])

@@ -124,7 +124,7 @@ def test_a_full_memory_ends_the_copies_with_an_event_and_leaves_the_last_whole_o
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(memory_copies, "write_shard", full)
+    monkeypatch.setattr(memory_copies, "write_parts", full)
     assert copied(copies, 2)
     assert not copied(copies, 3)
     assert not copies.is_due(4)

@@ -162,7 +162,8 @@ class Job:
         monkeypatch.setattr(beginning_module, "read_checkpoint", self._read_checkpoint)
 
     def _cannot_read(self, path: Path) -> bool:
-        return f"{path.parent.name}/{path.name}" in self.unreadable.get(self._here.node, ())
+        node = getattr(self._here, "node", "")  # copies in memory are read in another thread
+        return f"{path.parent.name}/{path.name}" in self.unreadable.get(node, ())
 
     def _find_defects(self, checkpoint: Checkpoint, names: list[str] | None = None) -> dict[str, Defect]:
         names = list(checkpoint.files) if names is None else names
