@@ -40,12 +40,6 @@ _FEWEST = 16
 _ROWS, _ROWS_OF_MANY_NODES = 240, 16
 _PAUSES = 32
 _FEW_NODES, _MOST_NODES = 4, 32
-# No higher rate is proposed: a third of a rate that is too high by orders of magnitude is too high as well.
-_USUAL_RATES = dict.fromkeys(("adam", "adamw", "adamw_8bit", "lion"), 1e-3) | {
-    "muon": 2e-2,
-    "momentum": 0.1,
-    "sgd": 0.1,
-}
 
 
 @dataclass(frozen=True)
@@ -185,9 +179,8 @@ class Case:
 
     @property
     def lower_rate(self) -> float:
-        """A third of the learning rate, and no more than is usual."""
-        usual = _USUAL_RATES.get(self.spec.training.optimizer.name, math.inf)
-        return float(f"{min(usual, self.peak_rate / 3):.1g}")
+        """A third of the learning rate, and no more than is usual: one may be too high by orders of magnitude."""
+        return float(f"{min(self.spec.training.optimizer.traits.highest_usual_lr, self.peak_rate / 3):.1g}")
 
     def events_named(self, *names: str) -> Iterator[Mapping[str, Any]]:
         """Yield the events with these names, oldest first."""

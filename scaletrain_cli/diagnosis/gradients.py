@@ -128,7 +128,6 @@ _TREND = 10.0
 _VANISHED = 1e-3
 _SPIKE = 10.0
 _SPIKES = 3
-_SCALED_BY_CLIPPING = ("sgd", "momentum")
 _SKIPPED_SHARE = 0.01
 _WINDOWS = 2
 _LOW_SCALE = 2.0**7
@@ -160,7 +159,7 @@ def always_clipped(case: Case) -> Iterator[Finding]:
         norm=usual,
     )
     high = case.rate_too_high()
-    severity: Severity = "warning" if training.optimizer.name in _SCALED_BY_CLIPPING else "note"
+    severity: Severity = "warning" if training.optimizer.traits.kind == "sgd" else "note"
     causes = (high, low) if usual > _HIGH_NORM else (low,)
     yield Finding(Reason("diagnosis.always-clipped", evidence), severity, "high", causes)
 

@@ -14,7 +14,6 @@ from scaletrain_cli.diagnosis.findings import Finding, Severity
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
 
-_ADAM = ("adam", "adamw", "adamw_8bit", "lion")
 _RISE_SHARE = 0.05
 _RISE_NOISES = 4.0
 _RISE_STEPS = 5  # measured steps in a row; fewer are a spike
@@ -90,7 +89,7 @@ def too_low(case: Case) -> Iterator[Finding]:
     """
     curve, model = case.curve, case.spec.model
     schedule, optimizer = case.spec.training.schedule, case.spec.training.optimizer
-    if curve is None or not case.is_fresh_text or not isinstance(model, ModelSpec) or optimizer.name not in _ADAM:
+    if curve is None or not case.is_fresh_text or not isinstance(model, ModelSpec) or optimizer.traits.kind != "adam":
         return
     last, total = curve.steps[-1], case.spec.total_steps
     if last < schedule.warmup_steps + min(_FEWEST_STEPS, total // 4) or len(curve.values) < _FEWEST_STEPS:
@@ -177,5 +176,6 @@ def _is_of_warm_up(case: Case, rise: _Rise) -> bool:
 
 def _usual_warm_up(case: Case) -> int:
     optimizer, total = case.spec.training.optimizer, case.spec.total_steps
-    by_moments = math.ceil(2 / (1 - optimizer.betas[1])) if optimizer.name in _ADAM and optimizer.betas[1] < 1 else 0
+    has_memory = optimizer.traits.kind == "adam" and optimizer.betas[1] < 1
+    by_moments = math.ceil(2 / (1 - optimizer.betas[1])) if has_memory else 0
     return max(1, min(total // 10, max(by_moments, math.ceil(_WARM_UP_SHARE * total))))

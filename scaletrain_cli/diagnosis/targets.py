@@ -107,7 +107,7 @@ def order_not_learned(case: Case) -> Iterator[Finding]:
     causes: tuple[Cause, ...]
     low = case.cause("diagnosis.cause-rate-too-low", "training.optimizer.lr", lr=case.peak_rate)
     causes = (rate, shifted) if lost else (shifted, rate, shuffled, small)
-    if case.spec.training.optimizer.name in ("sgd", "momentum"):  # far slower than Adam on text
+    if case.spec.training.optimizer.traits.kind == "sgd":  # far slower than Adam on text
         causes = (low, shifted, shuffled, small)
     yield Finding(Reason("diagnosis.order-not-learned", evidence), "warning", "low", causes)
 

@@ -6,8 +6,9 @@ is imported where specs are validated and planned, so it must not import torch; 
 """
 
 import functools
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import PlainValidator, ValidationInfo
@@ -17,8 +18,50 @@ from scaletrain_cli.plugins import MODEL_FAMILIES, OPTIMIZERS, PluginError, plug
 from scaletrain_cli.spec.section import plugin_broken
 from scaletrain_cli.text import either
 
-BUILT_IN_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "adamw_8bit", "lion", "muon")
 BUILT_IN_FAMILIES = ("llama", "gpt")  # of transformers
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """What the spec, the planner and the diagnosis know of an optimizer, which the engine's ``BUILDERS`` build.
+
+    ``moment_bytes``: bytes of its fp32 states per parameter, without the fp32 master weight. ``unused``: the keys of
+    ``training.optimizer`` that it does not read; ``defaults``: its own defaults of others. ``offload``: where its step
+    runs beside the GPU. ``kind``: an Adam normalizes by moments of the gradient, SGD is proportional to it.
+    ``even_states``: each parameter has as many bytes of states, whatever its matrix. ``highest_usual_lr``: the
+    diagnosis proposes none above it.
+    """
+
+    moment_bytes: int = 0
+    unused: tuple[str, ...] = ("momentum",)
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    offload: tuple[str, ...] = ()
+    kind: Literal["adam", "sgd", ""] = ""
+    even_states: bool = False
+    highest_usual_lr: float = math.inf
+
+
+# Adam adds weight decay to the gradient, as L2 regularization (arXiv:1711.05101). The states of an optimizer of
+# bitsandbytes are updated on the device that has the gradients. 8-bit AdamW has one fp32 scale per block of 256 values
+# beside its moments (functional.py quantize_blockwise). A momentum of 0.95 is torch.optim.Muon's default, K. Jordan's.
+_ADAM = OptimizerTraits(8, offload=("cpu", "nvme"), kind="adam", even_states=True, highest_usual_lr=1e-3)
+_NO_DECAY = {"weight_decay": 0.0}
+BUILT_IN_OPTIMIZERS = {
+    "adamw": _ADAM,
+    "adam": replace(_ADAM, defaults=_NO_DECAY),
+    "sgd": OptimizerTraits(
+        0, ("betas", "eps", "momentum", "state_dtype"), _NO_DECAY, ("cpu",), "sgd", True, highest_usual_lr=0.1
+    ),
+    "momentum": OptimizerTraits(4, ("betas", "eps"), _NO_DECAY, ("cpu",), "sgd", True, highest_usual_lr=0.1),
+    "adamw_8bit": OptimizerTraits(2, ("momentum", "state_dtype"), kind="adam", highest_usual_lr=1e-3),
+    "lion": OptimizerTraits(4, ("eps", "momentum"), kind="adam", even_states=True, highest_usual_lr=1e-3),
+    "muon": OptimizerTraits(4, (), {"momentum": 0.95}, ("cpu",), highest_usual_lr=2e-2),
+}
+
+
+def optimizers_that_read(key: str, reads: bool = True) -> list[str]:
+    """Return the built-in optimizers that read a key of ``training.optimizer``, or those that do not."""
+    return [name for name, traits in BUILT_IN_OPTIMIZERS.items() if (key not in traits.unused) == reads]
 
 
 @dataclass(frozen=True)
@@ -56,6 +99,13 @@ def optimizer_extension(name: str) -> OptimizerExtension | None:
     if not (isinstance(found.moment_bytes, int) and found.moment_bytes >= 0):
         raise plugin.invalid(f"has moment_bytes = {found.moment_bytes}, which must be a whole number of at least 0")
     return found
+
+
+def optimizer_traits(name: str) -> OptimizerTraits | None:
+    """Return the traits of an optimizer of this package or another; None for an unknown name. Raises PluginError."""
+    if name in BUILT_IN_OPTIMIZERS or (found := optimizer_extension(name)) is None:
+        return BUILT_IN_OPTIMIZERS.get(name)
+    return OptimizerTraits(found.moment_bytes, offload=("cpu",) if found.offload else ())
 
 
 @functools.cache

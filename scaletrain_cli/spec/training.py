@@ -1,13 +1,21 @@
 """The training and layout sections: batch, precision, optimizer, schedule and parallelism."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
-from scaletrain_cli.plugins import OPTIMIZERS
+from scaletrain_cli.plugins import OPTIMIZERS, PluginError
 from scaletrain_cli.spec.adapter import Targets
-from scaletrain_cli.spec.extensions import BUILT_IN_OPTIMIZERS, optimizer_extension, or_plugin
+from scaletrain_cli.spec.extensions import (
+    BUILT_IN_OPTIMIZERS,
+    OptimizerTraits,
+    optimizer_extension,
+    optimizer_traits,
+    optimizers_that_read,
+    or_plugin,
+)
 from scaletrain_cli.spec.losses import LOSSES_OF, LossSpec
 from scaletrain_cli.spec.quantities import (
     AutoWhole,
@@ -85,10 +93,6 @@ class LayoutSpec(Section):
     offload_device: Annotated[Literal["cpu", "nvme"], used_when(where_not("layout.offload", "none"))] = "cpu"
 
 
-_ADDED_TO_THE_GRADIENT = ("adam", "sgd", "momentum")  # weight decay as L2 regularization
-_MUON_MOMENTUM = 0.95  # torch.optim.Muon's default, K. Jordan's
-
-
 class MuonSpec(Section):
     """Muon (arXiv:2502.16982): the matrices of the blocks are orthogonalized, AdamW updates all other parameters."""
 
@@ -109,6 +113,13 @@ class MuonSpec(Section):
     )
 
 
+_OPTIMIZER = "training.optimizer.name"
+
+
+def _read(key: str) -> Any:
+    return used_when(where_not(_OPTIMIZER, *optimizers_that_read(key, False)))
+
+
 class OptimizerSpec(Section):
     """AdamW (arXiv:1711.05101) or another. Weight decay applies to matrices, not to norms and biases."""
 
@@ -118,11 +129,11 @@ class OptimizerSpec(Section):
         WithJsonSchema({"type": "string", "enum": [*BUILT_IN_OPTIMIZERS]}),
     ] = "adamw"
     lr: Positive = 3.0e-4
-    betas: Annotated[tuple[Fraction, Fraction], used_when(where_not("training.optimizer.name", "sgd", "momentum"))] = (
+    betas: Annotated[tuple[Fraction, Fraction], _read("betas")] = (
         0.9,
         0.95,
     )
-    eps: Annotated[Positive, used_when(where_not("training.optimizer.name", "sgd", "momentum", "lion"))] = 1.0e-8
+    eps: Annotated[Positive, _read("eps")] = 1.0e-8
     weight_decay: NonNegative = Field(
         default=0.1, description="default 0.1 if decoupled; 0 with adam, sgd and momentum, which add it to the gradient"
     )
@@ -132,29 +143,30 @@ class OptimizerSpec(Section):
     layer_decay: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)] = Field(
         default=1.0, description="factor of the learning rate per block, from the head down (arXiv:2106.08254)"
     )
-    momentum: Annotated[Fraction, used_when(where("training.optimizer.name", "momentum", "muon"))] = Field(
+    momentum: Annotated[Fraction, used_when(where(_OPTIMIZER, *optimizers_that_read("momentum")))] = Field(
         default=0.9, description="coefficient of momentum and muon; default 0.95 with muon"
     )
-    state_dtype: Annotated[
-        Literal["fp32", "bf16", "fp8"], used_when(where_not("training.optimizer.name", "sgd", "adamw_8bit"))
-    ] = Field(default="fp32", description="dtype of the moments; the engine has fp32, others are planned")
+    state_dtype: Annotated[Literal["fp32", "bf16", "fp8"], _read("state_dtype")] = Field(
+        default="fp32", description="dtype of the moments; the engine has fp32, others are planned"
+    )
     master_weights: Annotated[bool, used_when(where("training.precision", "bf16", "fp16", "fp8", "fp4"))] = Field(
         default=True, description="fp32 copy of 16-bit weights, which is updated; the engine has it, false is planned"
     )
-    muon: Annotated[MuonSpec, used_when(where("training.optimizer.name", "muon"))] = LEFT_OUT
+    muon: Annotated[MuonSpec, used_when(where(_OPTIMIZER, "muon"))] = LEFT_OUT
 
     @model_validator(mode="before")
     @classmethod
     def _defaults_by_optimizer(cls, value: Any) -> Any:
-        """Return a weight decay of 0 unless it is set, for optimizers that would add it to the gradient.
-
-        And the momentum of Muon.
-        """
-        if isinstance(value, dict) and value.get("name") in _ADDED_TO_THE_GRADIENT:
-            return {"weight_decay": 0.0, **value}
-        if isinstance(value, dict) and value.get("name") == "muon":
-            return {"momentum": _MUON_MOMENTUM, **value}
+        if isinstance(value, dict) and (traits := BUILT_IN_OPTIMIZERS.get(str(value.get("name")))) is not None:
+            return {**traits.defaults, **value}
         return value
+
+    @property
+    def traits(self) -> OptimizerTraits:
+        """Return what is known of the optimizer; nothing of one of a package that is not installed here."""
+        with contextlib.suppress(PluginError):  # reported with the line of the spec that names it
+            return optimizer_traits(self.name) or OptimizerTraits()
+        return OptimizerTraits()
 
 
 class ScheduleSpec(Section):

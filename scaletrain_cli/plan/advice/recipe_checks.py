@@ -22,6 +22,7 @@ from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.extensions import BUILT_IN_OPTIMIZERS
 from scaletrain_cli.spec.loading import complete
 from scaletrain_cli.spec.starting_spec import GivenPreset
 
@@ -63,7 +64,6 @@ _BITS_PER_PARAMETER, _BITS_PER_TOKEN = 2.0, 1.0
 _HIGHEST_RANK = 256  # that is advised, as in TRL's guide to LoRA Without Regret
 # The Llama whose recipe a model without one takes: below as many active parameters.
 _LIKE = {"llama-7b": _LARGE_PARAMETERS, "llama-3-70b": 100e9, "llama-405b": math.inf}
-_SGD = ("sgd", "momentum")
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "c_attn"}
 
 
@@ -94,7 +94,7 @@ def check_rate(spec: RunSpec) -> Sanity:
     rate, large = spec.training.optimizer.lr, workload_of(spec.model).parameter_count(spec.model) > _LARGE_PARAMETERS
     usual = {"usual": _LARGE_RATE if large else _RATE}
     with_adapter = getattr(spec.model, "adapter", None) is not None
-    if spec.training.optimizer.name in _SGD:
+    if spec.training.optimizer.traits.kind == "sgd":
         note, ok = "plan.fine-tuning-sgd", ""
     elif spec.training.objective == "dpo":
         times = 10 if with_adapter else 1
@@ -178,7 +178,6 @@ def _adapter(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
     yield _noted("adapter rank", f"{adapter.rank}", note, "plan.adapter-rank", tokens)
 
 
-_LINEAR = ("sgd", "momentum")
 # Learning rates are tuned to about a factor of two; a factor above four suggests a mistake.
 _NEAR, _FAR = 2.0, 4.0
 # Goyal et al. scale a batch of 256 linearly up to 8,192; at 16,384 the error rises (section 5.2, figure 1).
@@ -207,12 +206,12 @@ def published_recipe(preset: str | None) -> Recipe | None:
     return None if row is None else Recipe(**row)
 
 
-def scaled_lr(recipe: Recipe, batch: float, optimizer: str) -> float | None:
+def scaled_lr(recipe: Recipe, batch: float, linear: bool) -> float | None:
     """Return the recipe's learning rate scaled to another batch size; None if one uses SGD and the other Adam."""
-    if (optimizer in _LINEAR) != (recipe.optimizer in _LINEAR):
+    if linear != (BUILT_IN_OPTIMIZERS[recipe.optimizer].kind == "sgd"):
         return None
     ratio = batch / recipe.batch
-    return recipe.lr * (ratio if optimizer in _LINEAR else math.sqrt(ratio))
+    return recipe.lr * (ratio if linear else math.sqrt(ratio))
 
 
 def starting_preset(name: str) -> GivenPreset:
@@ -264,14 +263,14 @@ def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
         return
     optimizer, batch = spec.training.optimizer, spec.training.global_batch_size * spec.units_per_sample
     recipe = published_recipe(spec.model.preset)
-    value, linear = f"{optimizer.lr:g}", optimizer.name in _LINEAR
+    value, linear = f"{optimizer.lr:g}", optimizer.traits.kind == "sgd"
     if recipe is None:
         code = "plan.no-recipe-linear" if linear else "plan.no-recipe-square-root"
         reason = Reason(code, {"model": spec.model.preset or "these dimensions"})
         yield Sanity("learning rate", value, "ok", reason)
         return
     origin = {"lr": recipe.lr, "batch": recipe.batch, "unit": recipe.unit, "source": recipe.source}
-    if (suggested := scaled_lr(recipe, batch, optimizer.name)) is None:
+    if (suggested := scaled_lr(recipe, batch, linear)) is None:
         reason = Reason("plan.recipe-of-another-optimizer", {"optimizer": recipe.optimizer, **origin})
         yield Sanity("learning rate", value, "note", reason)
         return

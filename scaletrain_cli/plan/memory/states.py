@@ -24,24 +24,13 @@ from typing import NamedTuple
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Shard, Stage, rank_architecture, zero_shards
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.extensions import optimizer_extension
+from scaletrain_cli.spec.extensions import optimizer_traits
 from scaletrain_cli.spec.training import LocalSGDSpec
 
 # Bytes per parameter. AdamW keeps two fp32 moments (arXiv:1711.05101); mixed precision adds an fp32 copy of the
 # weights, the master weights (arXiv:1710.03740).
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
-# Moments of each optimizer. 8-bit AdamW has one fp32 scale per block of 256 values beside them (bitsandbytes,
-# functional.py quantize_blockwise).
-_MOMENT_BYTES = {
-    "adamw": MOMENT_BYTES,
-    "adam": MOMENT_BYTES,
-    "momentum": 4,
-    "sgd": 0,
-    "adamw_8bit": 2,
-    "lion": 4,
-    "muon": 4,
-}
 _SCALED_VALUES = 256
 # 8-bit AdamW keeps fp32 moments for tensors below this size (bitsandbytes, optim/optimizer.py min_8bit_size). The two
 # lookup tables from 8 bits to 256 fp32 values exist once (name2qmap).
@@ -173,9 +162,7 @@ def moment_bytes_per_parameter(optimizer: str, state_dtype: str = "fp32") -> int
 
     ``state_dtype``: ``training.optimizer.state_dtype``. Raises LookupError for an unknown optimizer.
     """
-    if optimizer in _MOMENT_BYTES:
-        return _MOMENT_BYTES[optimizer] * _STATE_BYTES[state_dtype] // _FP32_BYTES
-    if (found := optimizer_extension(optimizer)) is None:
+    if (found := optimizer_traits(optimizer)) is None:
         raise LookupError(f"unknown optimizer: {optimizer}")
     return found.moment_bytes * _STATE_BYTES[state_dtype] // _FP32_BYTES
 

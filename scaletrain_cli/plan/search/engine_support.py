@@ -18,10 +18,7 @@ from scaletrain_cli.plan.trained_stages import orthogonalized_by_stage
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.extensions import optimizer_extension
 
-# Optimizers of bitsandbytes, which update their states on the device that has the gradients.
-_BESIDE_GRADIENTS = ("adamw_8bit", "lion")
 _LEAST_FP8_CAPABILITY = 8.9  # Ada and Hopper, the first with fp8 tensor cores
 
 
@@ -167,7 +164,7 @@ def _about_fp8(spec: RunSpec) -> Iterator[Rule]:
 
 def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     name, away, device = spec.training.optimizer.name, layout.offload, spec.layout.offload_device
-    key = "training.optimizer.name"
+    key, offload = "training.optimizer.name", spec.training.optimizer.traits.offload
     if name == "muon" and not has_muon(spec):
         yield Rule(key, name, "engine-muon-family", {"family": spec.model.family})
     elif name == "muon" and has_adapter(spec.model):
@@ -176,9 +173,9 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule(key, name, "engine-muon-without-matrices")
     if away not in ENGINE.offload:
         yield Rule("layout.offload", away, "engine-offload", fix={"allowed": list(ENGINE.offload)})
-    elif away != "none" and (name in _BESIDE_GRADIENTS or ((found := optimizer_extension(name)) and not found.offload)):
+    elif away != "none" and not offload:
         yield Rule(key, name, "engine-offload-optimizer")
-    elif away != "none" and device == "nvme" and name not in ("adamw", "adam"):
+    elif away != "none" and device == "nvme" and device not in offload:
         yield Rule(key, name, "engine-nvme-optimizer")
     yield from quantized_layout_rules(spec, layout)
     averaging = spec.training.averaging.name
@@ -199,7 +196,7 @@ def _about_local_sgd(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule("training.precision", "fp16", "local-sgd-fp16", params)
     if training.averaging.name != "none":
         yield Rule("training.averaging.name", training.averaging.name, "local-sgd-averaging", params)
-    if training.optimizer.name in _BESIDE_GRADIENTS[:1]:
+    if training.optimizer.name == "adamw_8bit":
         yield Rule("training.optimizer.name", training.optimizer.name, "local-sgd-8-bit", params)
     if training.trainable or has_adapter(spec.model):
         yield Rule(key, params["groups"], "local-sgd-trains-everything")

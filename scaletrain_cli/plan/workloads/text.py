@@ -39,8 +39,6 @@ _MOST_LAYERS = 10_000
 _MOST_NAMED = 8
 # Rows of grouped matrix products must be multiples of this many bytes (torch, ``nn.functional.grouped_mm``).
 _ROW_BYTES = 16
-# Optimizers whose states have as many bytes for each parameter, except for rounding.
-_EVEN_OPTIMIZERS = ("adamw", "adam", "lion", "momentum", "sgd")
 # Largest head size of FlashAttention.
 _LARGEST_FUSED_HEAD = 256
 
@@ -166,7 +164,7 @@ class TextWorkload(Workload):
         over fewer ranks. None if states or activations differ between blocks of a kind.
         """
         model, training = spec.transformer, spec.training
-        even = training.optimizer.name in _EVEN_OPTIMIZERS and training.weight_dtype == "auto"
+        even = training.optimizer.traits.even_states and training.weight_dtype == "auto"
         if not even or not has_equal_blocks(spec):
             return None
         alike = model.moe_layers or model.num_hidden_layers

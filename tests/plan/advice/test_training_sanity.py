@@ -50,9 +50,9 @@ def test_every_recipe_belongs_to_a_preset_and_has_a_source() -> None:
 
 def test_adam_scales_by_the_square_root_and_sgd_linearly() -> None:
     llama, resnet = published_recipe("llama-7b"), published_recipe("resnet-50")
-    assert scaled_lr(llama, 4 * llama.batch, "adamw") == pytest.approx(2 * 3e-4)
-    assert scaled_lr(resnet, 8192, "momentum") == pytest.approx(3.2)  # Goyal et al., section 5.1
-    assert scaled_lr(resnet, 8192, "adamw") is None
+    assert scaled_lr(llama, 4 * llama.batch, linear=False) == pytest.approx(2 * 3e-4)
+    assert scaled_lr(resnet, 8192, linear=True) == pytest.approx(3.2)  # Goyal et al., section 5.1
+    assert scaled_lr(resnet, 8192, linear=False) is None
 
 
 @pytest.mark.parametrize("nodes", [1, 12])
