@@ -33,6 +33,19 @@ def test_every_exit_reason_has_a_text_and_a_remedy() -> None:
     assert all(f"exit-by-scheduler-{cause}" in TEXTS for cause in get_args(JobCause))
 
 
+def test_of_a_running_attempt_the_end_of_the_one_before_is_told(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_run()
+    begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
+    end_attempt(made.run, made.record.spec, 1, Outcome(1, "node", recorded("n2 is lost")), Decision(True, 1, "budget"))
+    begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
+    monkeypatch.setattr(LocalBackend, "job", lambda *_: Job.because("1", "running", recorded("runs")))
+    (finding,) = explain(made.run).findings
+    assert finding.cause == "running"
+    assert "attempts/0001/attempt.json: n2 is lost" in reported(finding)
+
+
 def test_a_node_that_waits_for_the_first_one_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run()
     begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
