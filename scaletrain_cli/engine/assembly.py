@@ -4,10 +4,12 @@ import logging
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from scaletrain_cli.data.images.compatibility import require_same_tokenizer
 from scaletrain_cli.data.images.prepared import is_of_images
@@ -46,7 +48,7 @@ from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.batch_norm import statistics_of
-from scaletrain_cli.engine.parallel.mesh import Mesh, build_mesh
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import build_stepper
@@ -172,6 +174,13 @@ def assemble(
     every = None if spec.guard.checksum == "auto" else min(spec.guard.checksum, due.interval_steps)
     if layout.offload != "none" and spec.layout.offload_device == "nvme":
         every = 0  # DeepSpeed moves weights and states to disk and back between updates
+
+    def outputs_of_the_first_replica(step: int) -> list[Tensor]:
+        """Return what this rank computes of the first micro-batch of the first replica."""
+        first = replace(mesh.without_groups(), data=Axis(mesh.data.size))
+        batch = open_reader(spec, data.samples, layout, first, order).batch(step)
+        return stepper.outputs_of(batch.micro_batches()[0].to(device))
+
     state_check = StateCheck(
         run,
         ranks,
@@ -185,6 +194,8 @@ def assemble(
         every=every,
         most_steps=due.interval_steps,
         clean_step=resume_point.step,
+        outputs=outputs_of_the_first_replica,
+        repeat_every=min(spec.guard.replay, due.interval_steps),
     )
     step_sync = StepSync(run, ranks, consensus, checkpointer, due, flag, heartbeat, ledger, profiler, state_check)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import MicroBatch
@@ -117,6 +118,13 @@ class Stepper(ABC):
     @abstractmethod
     def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Return the mean loss of micro-batches over all replicas, on every rank, without training."""
+
+    @abstractmethod
+    def outputs_of(self, batch: MicroBatch) -> list[Tensor]:
+        """Return the outputs for a micro-batch before the loss, without dropout or training.
+
+        Of a pipeline only the last stage has them; others return an empty list.
+        """
 
     @abstractmethod
     def log_probabilities(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -277,6 +285,13 @@ class ModelStepper(Stepper):
         self._engine.train()
         return found
 
+    @torch.no_grad()
+    def outputs_of(self, batch: Any) -> list[Tensor]:
+        self._engine.eval()
+        found = self._forward(self._composed.objective.prepared(batch), lambda model, outputs, inputs: outputs)
+        self._engine.train()
+        return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+
     def _loss(self, batch: Any) -> Tensor:
         objective = self._composed.objective
         return self._forward(objective.prepared(batch), objective.loss)  # type: ignore[no-any-return]
@@ -345,11 +360,18 @@ class PipelineStepper(Stepper):
         loss: Tensor = self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))
         return loss.reshape(())  # a tensor of one element with a single replica
 
+    def outputs_of(self, batch: MicroBatch) -> list[Tensor]:
+        return self._kept([batch], lambda model, hidden, batch: hidden)
+
     def log_probabilities(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        return self._kept(batches, self._preferences.log_probabilities)
+
+    def _kept(self, batches: Sequence[MicroBatch], output: Callable[[Any, Tensor, Any], Tensor]) -> list[Tensor]:
+        """Return what ``output`` makes of the last hidden states of each micro-batch, on the last stage."""
         found: list[Tensor] = []
 
         def keep(model: CausalLM, hidden: Tensor, batch: MicroBatch) -> Tensor:
-            found.append(self._preferences.log_probabilities(model, hidden, batch))
+            found.append(output(model, hidden, batch))
             return found[-1].new_zeros(())  # DeepSpeed averages a loss
 
         stage = self._composed.stage

@@ -55,6 +55,19 @@ TEXTS: Texts = {
         "Run scaletrain preflight on the nodes of these ranks; with three or more replicas the corrupt one is named",
         "GPUs of different types may round differently in ZeRO-0: then set guard.checksum: 0",
     ),
+    "output-differs": (
+        "in step {step} rank {ranks:list} has other outputs for a micro-batch than its replicas, which agree with "
+        "each other: its device is at fault. The last comparison without a difference was after step {clean_step}; "
+        "later checkpoints are set aside",
+        "Have the node drained and tested; runs exclude it for a week (scaletrain nodes list)",
+    ),
+    "outputs-differ": (
+        "in step {step} the outputs of ranks {ranks:list} for one micro-batch differ, which should be equal to the "
+        "bit; it cannot be determined which rank computes wrongly. The last comparison without a difference was after "
+        "step {clean_step}; later checkpoints are set aside",
+        "Run scaletrain preflight on the nodes of these ranks; with three or more replicas the wrong one is named",
+        "GPUs of different types may round differently: then set guard.replay: 0",
+    ),
     "loss-scale-at-floor": (
         "the gradient is not finite at loss scale {loss_scale:g}, the smallest that training.loss_scale.minimum "
         "allows; the weights are unchanged",

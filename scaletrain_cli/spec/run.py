@@ -34,7 +34,7 @@ from scaletrain_cli.spec.quantities import (
     or_word,
     parse_whole,
 )
-from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where
+from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 from scaletrain_cli.spec.source import Key, Source, key_of
 from scaletrain_cli.spec.tracking import TrackingSpec
 from scaletrain_cli.spec.training import LayoutSpec, TrainingSpec
@@ -106,6 +106,11 @@ class GuardSpec(Section):
         default="auto",
         description="steps between two comparisons of the state of the ranks; auto: as often as 0.5 % of the time "
         "permits, 0: never",
+    )
+    replay: Annotated[WholeOrZero, used_when(where_not("guard.checksum", 0))] = Field(
+        default=0,
+        description="steps between two repetitions of one micro-batch by all replicas, whose outputs must be equal; "
+        "0: never",
     )
     preflight: Literal["auto", "always", "never"] = "auto"
 

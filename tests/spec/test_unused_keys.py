@@ -143,6 +143,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "checkpoint.mirror.keep": ("5", (), ("checkpoint.mirror.to=/copies",)),
     "checkpoint.mirror.keep_every": ("5", (), ("checkpoint.mirror.to=/copies",)),
     "guard.spike.retries": ("5", ("guard.spike.action=warn",), ("guard.spike.action=warn", "guard.nan=rollback")),
+    "guard.replay": ("100", ("guard.checksum=0",), ()),
     "telemetry.interval": ("5s", ("telemetry.enabled=false",), ()),
     "telemetry.layers_every": ("100", ("telemetry.enabled=false",), ()),
     "telemetry.noise_scale": ("false", ("telemetry.enabled=false",), ()),

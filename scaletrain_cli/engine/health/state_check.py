@@ -5,11 +5,14 @@ to the same bits. A checksum is the sum of the bytes as 64-bit integers modulo 2
 flipped bit changes it by a power of two. The sums are computed on the device and travel in the all-reduce of the step
 consensus; ranks exchange more only where they differ.
 
-Not detected: a wrong gradient that the ranks have added up, because all of them then apply it; and between two checks
-a change of what one rank alone holds, as the shards of ZeRO.
+A device that computes wrongly leaves no such trace, because all ranks apply the gradients that they have added up. So
+all replicas may repeat one micro-batch now and then: their outputs must be equal, too.
+
+Not detected: between two checks a change of what one rank alone holds, as the shards of ZeRO, and a wrong gradient.
 """
 
 import time
+import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +42,7 @@ from scaletrain_cli.worker.heartbeat import Heartbeat
 
 _COST = 0.003  # of the time of a step, which the sums of ``auto`` may take; the whole check may take 0.5 %
 _CALIBRATED_IN = 3  # the step of an attempt whose time is compared with that of a check
+_OUTPUTS = "outputs"
 _WORD = 8  # bytes
 _MASK = (1 << 62) - 1
 
@@ -96,10 +100,13 @@ def flip_bit(tensors: Sequence[Tensor], bit: int) -> None:
 
 
 class _Checked(NamedTuple):
-    """The sums after a step, and by part whether it had changed before the update; ``fetch`` waits for the device."""
+    """The sums after a step, that of the outputs if they are compared, and by part whether it had changed before the
+    update; ``fetch`` waits for the device. ``repeated``: a micro-batch was.
+    """
 
     step: int
     fetch: Callable[[], list[int]]
+    repeated: bool
 
 
 @dataclass
@@ -108,7 +115,9 @@ class StateCheck:
 
     ``before_update`` and ``after_step`` enclose what may change the state. ``most_steps``: between two checks; as
     between two checkpoints, so that one from before the last clean check is kept. ``clean_step``: the last step after
-    which the state was clean.
+    which the state was clean, and the outputs, if they are compared. ``outputs``: those of this rank for a micro-batch
+    of a step, the same of all replicas, which are compared at the first check ``repeat_every`` steps after the last
+    time; 0: never.
     """
 
     run: RunDir
@@ -123,18 +132,22 @@ class StateCheck:
     every: int | None
     most_steps: int
     clean_step: int
+    outputs: Callable[[int], Sequence[Tensor]]
+    repeat_every: int = 0
     _after: Tensor | None = field(default=None, init=False)
     _changed: Tensor | None = field(default=None, init=False)
     _checked: deque[_Checked] = field(default_factory=deque, init=False)
     _compared: _Checked | None = field(default=None, init=False)
     _steps: int = field(default=0, init=False)  # of this attempt
     _next_step: int = field(default=0, init=False)
+    _repeated: int = field(default=0, init=False)  # the last step with a comparison of outputs
     _began: float = field(default=0.0, init=False)  # of a step
     _cost_seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         ranks = range(self.ranks.world_size)
-        self._groups = [[_replica_key(self.layout, rank, part) for rank in ranks] for part in STATE_PARTS]
+        parts = (*STATE_PARTS, _OUTPUTS) if self.repeat_every else STATE_PARTS
+        self._groups = [[_replica_key(self.layout, rank, part) for rank in ranks] for part in parts]
         # Of each part that ranks have replicas of: the number of their groups, and the place of this rank's group.
         names = [sorted(set(groups)) for groups in self._groups]
         self._places = {
@@ -165,14 +178,16 @@ class StateCheck:
             self._after = self._sums()
         if self._after is not None and step % every == 0:
             changed = torch.zeros_like(self._after) if changed is None else changed
-            self._checked.append(_Checked(step, fetched_later(torch.cat((self._after, changed)))))
+            repeated = 0 < self.repeat_every <= step - self._repeated
+            values = [self._after, *([self._sum_of_outputs(step, repeated)] if self.repeat_every else []), changed]
+            self._checked.append(_Checked(step, fetched_later(torch.cat(values)), repeated))
         self._began = self._now()
 
     def forget(self, step: int) -> None:
         """Begin again with the state after ``step`` steps, which a checkpoint or another engine has replaced."""
         self._after = self._changed = None
         self._checked.clear()
-        self.clean_step = min(self.clean_step, step)
+        self.clean_step, self._repeated = min(self.clean_step, step), min(self._repeated, step)
 
     def for_consensus(self, step: int) -> list[int]:
         """Return what ``compare`` gets back as the largest values of all ranks; on a GPU those of the step before."""
@@ -181,7 +196,7 @@ class StateCheck:
         if self._compared is None:
             return []
         values = self._compared.fetch()
-        slots = [int(any(values[len(STATE_PARTS) :]))]
+        slots = [int(any(values[len(self._groups) :]))]
         for part, (groups, place) in self._places.items():
             own = _in_62_bits(values[part])
             slots += [*[-_MASK] * (2 * place), own, -own, *[-_MASK] * (2 * (groups - place - 1))]
@@ -193,7 +208,8 @@ class StateCheck:
             return
         changed, *pairs = largest
         if not changed and all(one == -other for one, other in zip(pairs[::2], pairs[1::2], strict=True)):
-            self.clean_step = self._compared.step
+            if self._compared.repeated or not self.repeat_every:
+                self.clean_step = self._compared.step
             return
         found = self.consensus.gather([_in_62_bits(value) for value in self._compared.fetch()])
         verdict = None if found is None else self._blamed(self._compared.step, found)
@@ -218,15 +234,21 @@ class StateCheck:
         """Return why the state of some ranks is corrupt, and these ranks; ``found``: sums and changes of every rank.
 
         A rank is named if its state changed between two updates, else if most of its replicas agree with each other.
+        The outputs of replicas with different states differ, too.
         """
         params = {"step": step, "clean_step": self.clean_step}
-        changes = [values[len(STATE_PARTS) :] for values in found]
+        changes = [values[len(self._groups) :] for values in found]
         if changed := [rank for rank, parts in enumerate(changes) if any(parts)]:
             parts = [name for place, name in enumerate(STATE_PARTS) if any(each[place] for each in changes)]
             code = "engine.state-changed" if len(changed) == 1 else "engine.state-changed-on-several"
             return Reason(code, {**params, "ranks": changed, "parts": parts}), changed
         differing: set[int] = set()
+        code = "replica"
         for part, groups in enumerate(self._groups):
+            if part == len(STATE_PARTS):
+                if differing:
+                    break
+                code = "output"
             members: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for rank, group in enumerate(groups):
                 members[group].append(rank)
@@ -235,8 +257,23 @@ class StateCheck:
                 minority = [rank for rank in replicas if found[rank][part] != usual]
                 differing.update(minority if others and 2 * times > len(replicas) else replicas if others else ())
         named = sorted(differing)
-        code = "engine.replica-differs" if len(named) == 1 else "engine.replicas-differ"
+        code = f"engine.{code}-differs" if len(named) == 1 else f"engine.{code}s-differ"
         return Reason(code, {**params, "ranks": named}), named
+
+    def _sum_of_outputs(self, step: int, repeats: bool) -> Tensor:
+        """Return the sum of the outputs, int64 [1]; 0 in a step that repeats no micro-batch."""
+        if not repeats:
+            return torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._repeated = step
+        self.heartbeat.beat(step, "evaluation")
+        was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an operation that has no deterministic form
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            try:
+                return bit_sum(self.outputs(step), self.device).reshape(1)
+            finally:
+                torch.use_deterministic_algorithms(was, warn_only=warns)
 
     def _sums(self) -> Tensor:
         """Return the sums of the parts, int64 [parts]."""
@@ -253,7 +290,10 @@ def _replica_key(layout: Layout, rank: int, part: str) -> tuple[int, ...]:
     if layout.zero_stage > 0 and part in ("fp32-weights", "optimizer-state"):
         return (rank,)
     place = coordinates_of(layout, rank)
-    further = ["shard"] if layout.zero_stage == 3 else [] if part == "weights" else ["expert"]
+    if part == _OUTPUTS:
+        further = ["sequence", "context"]
+    else:
+        further = ["shard"] if layout.zero_stage == 3 else [] if part == "weights" else ["expert"]
     return tuple(place[name] for name in ("pipeline", "tensor", "group", *further))
 
 

@@ -90,6 +90,10 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule("training.cross_entropy", "liger", "engine-liger-gpu")
     if spec.layout.tensor_sequence_parallel is True and layout.tensor_parallel > 1:
         yield Rule("layout.tensor_sequence_parallel", "true", "engine-whole-norms")
+    if spec.guard.replay and layout.data_parallel == layout.local_sgd_groups:
+        yield Rule("guard.replay", spec.guard.replay, "engine-replay-alone")
+    if spec.guard.replay and layout.offload != "none" and spec.layout.offload_device == "nvme":
+        yield Rule("guard.replay", spec.guard.replay, "engine-replay-nvme")
     if spec.planner.attention != "auto":
         yield Rule("planner.attention", spec.planner.attention, "engine-attention")
     if not framework_of(spec).is_engine:

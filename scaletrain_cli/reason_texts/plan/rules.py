@@ -280,6 +280,8 @@ _ENGINE: Texts = {
     "engine-nvme-averaging": ("averaging does not support offload to NVMe", "Use none, or offload_device: cpu."),
     "engine-liger-gpu": ("the kernel of liger needs a GPU", "Use chunked or auto."),
     "engine-whole-norms": ("this engine does not shard norms over tensor ranks", "Use false or auto."),
+    "engine-replay-alone": ("compares replicas with the same weights, and there is one", "Use 0."),
+    "engine-replay-nvme": ("nothing is checked with offload to NVMe", "Use 0."),
     "engine-attention": ("in this engine PyTorch chooses the attention kernel", "Use auto to submit."),
     "framework-for-comparison": ("is for comparison only", "Use deepspeed to submit."),
     "relative-checkpoint-dir": "must be an absolute path, because nodes start in another folder",

@@ -3,12 +3,14 @@
 import contextlib
 import io
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from scaletrain_cli.engine.faults import STATE_PARTS
 from scaletrain_cli.engine.health.state_check import (
@@ -158,6 +160,69 @@ def test_a_replica_that_updates_wrongly_is_named_by_the_others_and_of_two_neithe
     assert found_by(THREE, dataset, flips, 0) == [("engine.replica-differs", [flip.rank]) for flip in flips]
     two = found_by(Row(0, data=2), dataset, flips_of("weights", ranks=1, late=True), 0)
     assert two == [("engine.replicas-differ", [0, 1])]
+
+
+def train_with_a_wrong_device(path: Path, wrong: int) -> None:
+    """Train six steps, from the fifth on with a rank whose embedding returns one wrong value per micro-batch."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = assembled(path)
+        assert trainer.prepare_batches(trainer.resume().step)
+
+    def compute_wrongly(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        output = output.clone()
+        output.view(-1)[5] *= 1 + 2**-12
+        return output
+
+    for step in range(1, 5):
+        trained(trainer, step)
+    if trainer.ranks.rank == wrong:
+        embedding = next(each for each in trainer.composed.model.modules() if isinstance(each, nn.Embedding))
+        embedding.register_forward_hook(compute_wrongly)
+    trained(trainer, 5)
+    with pytest.raises(StateCorruptedError):
+        trained(trainer, 6)
+    assert trainer.step_sync.state_check.clean_step == 3
+
+
+REPLAY = ("guard.replay=3",)
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        (replace(THREE, overrides=(*THREE.overrides, *REPLAY)), [1]),
+        pytest.param(Row(3, data=3, overrides=(*THREE.overrides, *REPLAY)), [1], marks=pytest.mark.long),
+        pytest.param(Row(2, data=2, overrides=REPLAY), [0, 1], marks=pytest.mark.long),
+    ],
+    ids=lambda row: row.name if isinstance(row, Row) else "",
+)
+def test_a_device_that_computes_wrongly_is_found_by_repeating_a_micro_batch(
+    row: Row, named: list[int], dataset: Path
+) -> None:
+    created = create_run(spec := row.spec(dataset, steps=1000), make_plan(spec))
+    open_attempt(created.run.checkpoints, 1)
+    on_ranks(spec.world_size, train_with_a_wrong_device, created.run.path, 1, connected=False)
+    (event,) = [event for event in read_events(created.run) if event["event"] == "corruption"]
+    code = "engine.output-differs" if len(named) == 1 else "engine.outputs-differ"
+    assert (event["code"], event["ranks"]) == (code, named)
+
+
+def train(path: Path, steps: int) -> int:
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = assembled(path)
+        assert trainer.prepare_batches(trainer.resume().step)
+    for step in range(1, steps + 1):
+        trained(trainer, step)
+    return trainer.step_sync.state_check.clean_step
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", [row for row in features() if row.data > 1], ids=lambda row: row.name)
+def test_replicas_have_equal_outputs_in_every_kind_of_layout(row: Row, dataset: Path) -> None:
+    row = replace(row, overrides=(*row.overrides, "guard.replay=2"))
+    created = create_run(spec := row.spec(dataset, steps=1000), make_plan(spec))
+    open_attempt(created.run.checkpoints, 1)
+    assert on_ranks(spec.world_size, train, created.run.path, 6, connected=False) == [6] * spec.world_size
 
 
 def test_the_sum_changes_with_every_bit_and_reads_all_bytes_of_any_slice() -> None:
