@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,6 +155,7 @@ KINDS: dict[str, FaultKind] = {
         "of the step",
         ("part", "bit"),
     ),
+    "wrong-output": FaultKind("from the step on, the rank's device computes one value of the embeddings wrongly"),
     "non-causal": FaultKind("each token also has the embedding of the next one"),
 }
 _COMMON_KEYS = ("rank", "step", "attempt")
@@ -250,9 +252,18 @@ class Faults:
 
     def change_model(self, model: Any) -> None:
         """Inject the faults of the model, once it is built. Of a pipeline only the first stage has the embedding."""
-        if any(fault.kind == "non-causal" for fault in self._mine) and model.language is not None:
-            embedding = model.language.token_embedding
-            embedding.register_forward_hook(lambda module, given, found: found + found.roll(-1, 1))
+        for fault in self._mine if model.language is not None else ():
+            embedding, first = model.language.token_embedding, fault.step or 1
+            if fault.kind == "non-causal":
+                embedding.register_forward_hook(lambda module, given, found: found + found.roll(-1, 1))
+            elif fault.kind == "wrong-output":
+                embedding.register_forward_hook(partial(self._compute_wrongly, first))
+
+    def _compute_wrongly(self, first: int, module: Any, given: Any, found: Any) -> Any:
+        """Return the output of the module with one wrong value, from the step ``first`` on."""
+        found = found.clone()
+        found.view(-1)[0] += self._step >= first
+        return found
 
     def _due(self, step: int) -> list[Fault]:
         return [fault for fault in self._mine if fault.step == step]

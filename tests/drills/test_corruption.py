@@ -45,6 +45,13 @@ pytestmark = [pytest.mark.drill, pytest.mark.long]
             {"step": 21, "clean_step": 14, "ranks": [0, 1], "code": "engine.replicas-differ"},
             id="two replicas, with copies of the corrupt state in host memory",
         ),
+        pytest.param(
+            "wrong-output rank=1 step=33 attempt=1",
+            {"layout__zero_stage": 2, "cluster__gpus_per_node": 4, "guard__checksum": 1, "guard__replay": 10},
+            ["hardware", "done"],
+            {"step": 40, "clean_step": 30, "ranks": [1], "code": "engine.output-differs"},
+            id="a device that computes wrongly",
+        ),
     ],
 )
 def test_a_run_resumes_from_before_the_corruption(
