@@ -193,7 +193,7 @@ def assemble(
         device,
         every=every,
         most_steps=due.interval_steps,
-        clean_step=resume_point.step,
+        checked_step=resume_point.step,
         outputs=outputs_of_the_first_replica,
         repeat_every=min(spec.guard.replay, due.interval_steps),
     )

@@ -281,7 +281,6 @@ class Trainer:
             self.local_sgd.after_step(step)
         if self.average is not None:
             self.average.update(step)
-        self.step_sync.state_check.after_step(step)
         measured: dict[str, Tensor | float] = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -297,6 +296,7 @@ class Trainer:
         routing = routing_measures(model) if getattr(model.spec, "num_experts", 0) else None
         if routing is not None:  # last, because a pipeline stage without experts has none
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
+        self.step_sync.state_check.after_step(step)  # which may run the model again
         self.measures.end(step, waited, result.grad_norm)
         self.deferred_metrics.end(step, measured)
 

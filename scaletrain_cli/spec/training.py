@@ -163,10 +163,11 @@ class OptimizerSpec(Section):
 
     @property
     def traits(self) -> OptimizerTraits:
-        """Return what is known of the optimizer; nothing of one of a package that is not installed here."""
+        """Return what is known of the optimizer; of one that cannot be loaded here, that no layout excludes it."""
         with contextlib.suppress(PluginError):  # reported with the line of the spec that names it
-            return optimizer_traits(self.name) or OptimizerTraits()
-        return OptimizerTraits()
+            if (found := optimizer_traits(self.name)) is not None:
+                return found
+        return OptimizerTraits(offload=("cpu", "nvme"))
 
 
 class ScheduleSpec(Section):

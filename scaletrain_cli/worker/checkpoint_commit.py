@@ -57,9 +57,9 @@ class HashingWriter:
 
     def close(self) -> FileDigest:
         """Flush everything to disk (fsync) and return the digest. Raises OSError."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:  # closed also if it cannot be written
+            self._file.flush()
+            os.fsync(self._file.fileno())
         return FileDigest(self._size, self._hash.hexdigest())
 
 

@@ -76,3 +76,22 @@ def test_a_run_resumes_from_before_the_corruption(
     assert len(read_bad_nodes(drill.run.path.parent, time.time())) == reasons.count("hardware")
     monkeypatch.delenv(VARIABLE)
     assert_same_run(drill, undisturbed(**{key: each for key, each in kind.items() if key != "checkpoint__in_memory"}))
+
+
+def test_what_a_wrong_device_has_saved_before_a_preemption_is_set_aside_too(
+    dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = "; ".join(f"wrong-output rank=1 step=33 attempt={attempt}" for attempt in (1, 2))
+    monkeypatch.setenv(VARIABLE, f"{wrong}; sigterm rank=0 step=36 attempt=1")
+    kind = {"layout__zero_stage": 2, "cluster__gpus_per_node": 4, "guard__checksum": 1, "guard__replay": 10}
+    drill = submit_drill(dataset, **kind)
+    drill.wait_for_end()
+    assert [each["reason"] for each in drill.events("attempt-ended")] == ["preempted", "hardware", "done"]
+    (event,) = drill.events("corruption")
+    assert (event["step"], event["clean_step"], event["ranks"]) == (40, 30, [1])
+    (saved, resumed) = (each["step"] for each in drill.events("resumed"))
+    assert 33 < saved < 40
+    assert resumed == 30
+    assert drill.run.checkpoints.joinpath(f"damaged-step-{saved:08}").exists()
+    monkeypatch.delenv(VARIABLE)
+    assert_same_run(drill, undisturbed(**kind))

@@ -39,6 +39,7 @@ from scaletrain_cli.rundir.checkpoints import (
     check_same_base,
     checkpoints_to_prune,
     digests_of,
+    list_checkpoints,
     to_document,
     weight_files,
 )
@@ -153,6 +154,8 @@ class Checkpointer:
         self._costs: list[SaveCost] = []
         self._unmarked: set[int] = set()
         self.committed_step: int | None = None
+        # The last step at which the outputs of replicas were equal; None if they are not compared.
+        self.compared_step: int | None = None
         self.expected_seconds = expected_seconds
 
     def engine_was_built(self) -> None:
@@ -281,6 +284,8 @@ class Checkpointer:
         if self._local_sgd is not None:
             parts["local_sgd"] = {"groups": self._local_sgd.groups.size}
         saved = {"client": client_state, "counters": counters(self._composed.engine), "parts": parts}
+        if self.compared_step is not None:
+            parts["outputs"] = {"compared_step": self.compared_step}
         if self._base is not None:
             saved["base"] = to_document(self._base.folder, self._base.digests)
         return header, entries, json.dumps(saved)
@@ -359,6 +364,9 @@ class Checkpointer:
     def _prune(self) -> None:
         """Delete checkpoints that retention does not keep, in rank 0's thread."""
         also_kept = steps_to_keep(self._run, self._spec, self.folder)
+        if (compared := self.compared_step) is not None:  # to resume from, if they differ the next time
+            before = [each.step for each in list_checkpoints(self.folder) if each.step <= compared]
+            also_kept |= {max(before, default=compared)}
         for checkpoint in checkpoints_to_prune(self.folder, self._spec.keep, self._spec.keep_every, also_kept):
             checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
 
@@ -418,6 +426,8 @@ class Checkpointer:
         set_counters(self._composed.engine, state["counters"])
         for name, part in self._replicated.items():
             part.load_state_dict(state["parts"][name])
+        if self.compared_step is not None:
+            self.compared_step = state["parts"].get("outputs", {}).get("compared_step", checkpoint.step)
         if (saved := reader.random_state()) is not None:
             restore_random_state(saved, self._states.device)
         if checkpoint.path.parent == self.folder:  # else a copy in host memory, which is still to be saved

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scaletrain_cli.engine.checkpoint.shard_file import shard_name
 from scaletrain_cli.engine.process_group import RankConsensus
-from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, parse_manifest
+from scaletrain_cli.rundir.checkpoints import STATE_FILE, Checkpoint, FileDigest, parse_manifest
 from scaletrain_cli.safe_files import make_folder, open_to_read
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
 from scaletrain_cli.worker.memory_copies import read_manifest, write_received_manifest
@@ -102,9 +103,10 @@ def transfer_copies(
     once all are received, and RuntimeError if another rank is lost.
     """
     of_ranks = Counter(rank for each in transfers for rank in (each.source, each.destination))
-    chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, _BUFFER_BYTES // max(of_ranks.values(), default=1)))
+    # Each has a chunk that is sent or received, and one that is read or written meanwhile.
+    chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, _BUFFER_BYTES // (2 * max(of_ranks.values(), default=1))))
     sent = {
-        tag: own if own is not None and each.owner == rank else _stored(path, read_manifest(path, each.owner))
+        tag: own if own is not None and each.owner == rank else _stored(path, each.owner, chunk_bytes)
         for tag, each in enumerate(transfers)
         if each.source == rank
     }
@@ -127,7 +129,7 @@ def transfer_copies(
     sizes = exchange_texts({tag: json.dumps(dict(each.sizes)).encode() for tag, each in sent.items()})
     # Hashing takes as long as receiving, so that both are done at a time.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="received-copies") as thread:
-        writers = {tag: _Received(path, transfers[tag].owner, json.loads(text), thread) for tag, text in sizes.items()}
+        writers = {tag: _Received(path, transfers[tag].owner, text, thread) for tag, text in sizes.items()}
         outgoing = {tag: _cut(each, chunk_bytes) for tag, each in sent.items()}
         incoming = {tag: each.chunks(chunk_bytes) for tag, each in writers.items()}
         while outgoing or incoming:
@@ -143,11 +145,13 @@ def transfer_copies(
         raise problems[0]
 
 
-def _stored(path: Path, manifest: bytes) -> Content:
-    """Return the files that a manifest states; zeros in place of what cannot be read."""
+def _stored(path: Path, owner: int, chunk_bytes: int) -> Content:
+    """Return the files of a copy; zeros in place of what cannot be read."""
+    manifest = read_manifest(path, owner)
     files = _files(path, manifest)
     sizes = {name: digest.size for name, digest in files.items()}
-    return Content(sizes, (part for name, size in sizes.items() for part in _read(path / name, size)), lambda: manifest)
+    parts = (part for name, size in sizes.items() for part in _read(path / name, size, chunk_bytes))
+    return Content(sizes, parts, lambda: manifest)
 
 
 def _files(path: Path, manifest: bytes) -> Mapping[str, FileDigest]:
@@ -155,13 +159,13 @@ def _files(path: Path, manifest: bytes) -> Mapping[str, FileDigest]:
     return dict(sorted(stated.files.items())) if isinstance(stated, Checkpoint) else {}
 
 
-def _read(path: Path, size: int) -> Iterator[memoryview]:
+def _read(path: Path, size: int, chunk_bytes: int) -> Iterator[memoryview]:
     with contextlib.ExitStack() as opened:
         file: Any = None
         with contextlib.suppress(OSError):
             file = opened.enter_context(open_to_read(path))
-        for start in range(0, size, _CHUNK_BYTES):
-            part = bytearray(min(_CHUNK_BYTES, size - start))
+        for start in range(0, size, chunk_bytes):
+            part = bytearray(min(chunk_bytes, size - start))
             if file is not None:
                 with contextlib.suppress(OSError):
                     file.readinto(part)
@@ -191,8 +195,13 @@ class _Received:
     After an error the rest is received and not written: its source sends it.
     """
 
-    def __init__(self, path: Path, owner: int, sizes: Mapping[str, int], thread: ThreadPoolExecutor) -> None:
-        self._path, self._owner, self._sizes, self._thread = path, owner, sizes, thread
+    def __init__(self, path: Path, owner: int, sizes: bytes, thread: ThreadPoolExecutor) -> None:
+        """``sizes``: of the files by name, as JSON. Raises RuntimeError for those of no copy."""
+        self._path, self._owner, self._thread = path, owner, thread
+        self._sizes: dict[str, int] = json.loads(sizes)
+        files = {shard_name(owner), STATE_FILE}
+        if self._sizes.keys() - files or any(type(size) is not int or size < 0 for size in self._sizes.values()):
+            raise RuntimeError(f"rank {owner} states other files than those of a copy: {self._sizes}")
         self._writers: dict[str, HashingWriter] = {}
         self._problem: OSError | None = None
         self._writing: Future[None] | None = None
@@ -212,7 +221,14 @@ class _Received:
         """Write the manifest if all files are as it states; return what failed here."""
         if self._writing is not None:
             self._writing.result()
-        self._do(lambda: self._complete(manifest))
+        digests: dict[str, FileDigest] = {}
+        for name, writer in self._writers.items():
+            try:
+                digests[name] = writer.close()
+            except OSError as error:
+                self._problem = self._problem or error
+        if digests and digests == _files(self._path, manifest):
+            self._do(lambda: write_received_manifest(self._path, self._owner, manifest))
         return self._problem
 
     def _do(self, work: Callable[[], object]) -> None:
@@ -228,8 +244,3 @@ class _Received:
 
     def _write(self, name: str, chunk: Tensor) -> None:
         self._writers[name].write(chunk.numpy().data)
-
-    def _complete(self, manifest: bytes) -> None:
-        digests = {name: writer.close() for name, writer in self._writers.items()}
-        if digests and digests == _files(self._path, manifest):
-            write_received_manifest(self._path, self._owner, manifest)

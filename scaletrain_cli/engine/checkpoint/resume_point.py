@@ -188,8 +188,10 @@ def _find_copy(
             continue
         own = (ranks.rank, *(set(needed) - set(here) if ranks.rank == here[0] else ()))
         # What arrives is verified while it is received, so that only the rest is read here, meanwhile.
+        received = {each.owner for each in transfers if each.destination in here}
+        early = [rank for rank in own if rank in held[ranks.rank] and rank not in received]
         with ThreadPoolExecutor(max_workers=1) as thread:
-            defects = [thread.submit(find_defects, before[step][rank]) for rank in own if rank in held[ranks.rank]]
+            defects = [thread.submit(find_defects, before[step][rank]) for rank in early]
             try:
                 if transfers:
                     transfer_copies(path, transfers, ranks.rank, consensus)
@@ -199,7 +201,11 @@ def _find_copy(
                 problems |= each.result()
         consensus.barrier()  # the files that the other ranks of this node receive are here
         whole = {rank: copy for rank, copy in read_copies(folder, key).get(step, {}).items() if copy.attempt == attempt}
-        problems |= {shard_name(rank): "not received" for rank in own if rank not in whole}
+        for rank in own:
+            if rank not in whole:
+                problems[shard_name(rank)] = "not received"
+            elif rank not in received and rank not in early:  # this rank could not read its manifest before
+                problems |= find_defects(whole[rank])
         if _has_problems(problems, consensus, step, passed_over):
             continue
         state = consensus.follow_rank_zero((path / STATE_FILE).read_bytes().decode() if ranks.rank == 0 else "")

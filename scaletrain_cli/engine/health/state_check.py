@@ -114,10 +114,9 @@ class StateCheck:
     """One rank's part in the checks, one in ``every`` steps (None: as often as ``_COST`` permits; 0: never).
 
     ``before_update`` and ``after_step`` enclose what may change the state. ``most_steps``: between two checks; as
-    between two checkpoints, so that one from before the last clean check is kept. ``clean_step``: the last step after
-    which the state was clean, and the outputs, if they are compared. ``outputs``: those of this rank for a micro-batch
-    of a step, the same of all replicas, which are compared at the first check ``repeat_every`` steps after the last
-    time; 0: never.
+    between two checkpoints, so that one from before the last clean check is kept. ``checked_step``: the last step after
+    which the state was clean. ``outputs``: those of this rank for a micro-batch of a step, the same of all replicas,
+    which are compared at the first check from each multiple of ``repeat_every`` steps on; 0: never.
     """
 
     run: RunDir
@@ -131,7 +130,7 @@ class StateCheck:
     device: torch.device
     every: int | None
     most_steps: int
-    clean_step: int
+    checked_step: int
     outputs: Callable[[int], Sequence[Tensor]]
     repeat_every: int = 0
     _after: Tensor | None = field(default=None, init=False)
@@ -140,7 +139,7 @@ class StateCheck:
     _compared: _Checked | None = field(default=None, init=False)
     _steps: int = field(default=0, init=False)  # of this attempt
     _next_step: int = field(default=0, init=False)
-    _repeated: int = field(default=0, init=False)  # the last step with a comparison of outputs
+    _repeated: int = field(default=0, init=False)  # the last step of this attempt with such outputs
     _began: float = field(default=0.0, init=False)  # of a step
     _cost_seconds: float = field(default=0.0, init=False)
 
@@ -155,6 +154,14 @@ class StateCheck:
             for part, found in enumerate(names)
             if len(found) < len(ranks)
         }
+        if self.repeat_every:
+            self.checkpointer.compared_step = self.checked_step
+
+    @property
+    def clean_step(self) -> int:
+        """The last step after which state, and the outputs if they are compared, were clean."""
+        compared = self.checkpointer.compared_step
+        return self.checked_step if compared is None else min(self.checked_step, compared)
 
     def before_update(self) -> None:
         """Compare the state with that after the last step. On a GPU this only enqueues work."""
@@ -178,7 +185,8 @@ class StateCheck:
             self._after = self._sums()
         if self._after is not None and step % every == 0:
             changed = torch.zeros_like(self._after) if changed is None else changed
-            repeated = 0 < self.repeat_every <= step - self._repeated
+            last = max(self._repeated, self.checkpointer.compared_step or 0)
+            repeated = self.repeat_every > 0 and step // self.repeat_every > last // self.repeat_every
             values = [self._after, *([self._sum_of_outputs(step, repeated)] if self.repeat_every else []), changed]
             self._checked.append(_Checked(step, fetched_later(torch.cat(values)), repeated))
         self._began = self._now()
@@ -187,7 +195,7 @@ class StateCheck:
         """Begin again with the state after ``step`` steps, which a checkpoint or another engine has replaced."""
         self._after = self._changed = None
         self._checked.clear()
-        self.clean_step, self._repeated = min(self.clean_step, step), min(self._repeated, step)
+        self.checked_step, self._repeated = min(self.checked_step, step), 0
 
     def for_consensus(self, step: int) -> list[int]:
         """Return what ``compare`` gets back as the largest values of all ranks; on a GPU those of the step before."""
@@ -208,8 +216,9 @@ class StateCheck:
             return
         changed, *pairs = largest
         if not changed and all(one == -other for one, other in zip(pairs[::2], pairs[1::2], strict=True)):
-            if self._compared.repeated or not self.repeat_every:
-                self.clean_step = self._compared.step
+            self.checked_step = self._compared.step
+            if self._compared.repeated:
+                self.checkpointer.compared_step = self._compared.step
             return
         found = self.consensus.gather([_in_62_bits(value) for value in self._compared.fetch()])
         verdict = None if found is None else self._blamed(self._compared.step, found)
@@ -234,7 +243,8 @@ class StateCheck:
         """Return why the state of some ranks is corrupt, and these ranks; ``found``: sums and changes of every rank.
 
         A rank is named if its state changed between two updates, else if most of its replicas agree with each other.
-        The outputs of replicas with different states differ, too.
+        The outputs of replicas with different states differ, too. If several ranks compute a replica, or the experts of
+        several, a wrong value of one shows in the outputs of another: then all of them are named.
         """
         params = {"step": step, "clean_step": self.clean_step}
         changes = [values[len(self._groups) :] for values in found]
@@ -256,6 +266,10 @@ class StateCheck:
                 (usual, times), *others = Counter(found[rank][part] for rank in replicas).most_common()
                 minority = [rank for rank in replicas if found[rank][part] != usual]
                 differing.update(minority if others and 2 * times > len(replicas) else replicas if others else ())
+        if code == "output":
+            axis = "expert_replica" if self.layout.expert_parallel > 1 else "data"
+            places = [coordinates_of(self.layout, rank)[axis] for rank in range(len(found))]
+            differing = {rank for rank, place in enumerate(places) if place in {places[one] for one in differing}}
         named = sorted(differing)
         code = f"engine.{code}-differs" if len(named) == 1 else f"engine.{code}s-differ"
         return Reason(code, {**params, "ranks": named}), named
@@ -265,7 +279,7 @@ class StateCheck:
         if not repeats:
             return torch.zeros(1, dtype=torch.int64, device=self.device)
         self._repeated = step
-        self.heartbeat.beat(step, "evaluation")
+        self.heartbeat.beat(step, "evaluation", self.heartbeat.longest_seconds)  # compiled models are compiled again
         was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of an operation that has no deterministic form

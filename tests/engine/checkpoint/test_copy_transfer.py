@@ -171,7 +171,7 @@ def test_a_copy_is_sent_while_it_is_written_and_counts_once_it_is_whole_at_both_
     assert (held(tmp_path, 0), held(tmp_path, 1)) == ([0, 1, 2], [0, 1, 2])
 
 
-def be_resuming_rank(root: Path) -> tuple[int, list[str]]:
+def be_resuming_rank(root: Path, blind: int = -1) -> tuple[int, list[str]]:
     """Return the step that the rank resumes from, and the files that it reads to verify them."""
     rank, read = int(os.environ["RANK"]), list[str]()
 
@@ -179,7 +179,13 @@ def be_resuming_rank(root: Path) -> tuple[int, list[str]]:
         read.extend(checkpoint.files)
         return verified(checkpoint)
 
+    def read_nothing_at_first(folder: Path, key: str) -> dict[int, Any]:
+        resume_point.read_copies = read_copies
+        return {}
+
     verified, resume_point.find_defects = resume_point.find_defects, find_defects  # type: ignore[assignment]
+    if rank == blind:
+        resume_point.read_copies = read_nothing_at_first
     resume_point.place_of = lambda folder: folder.name
     copy, _ = resume_point._find_copy(place(root, rank), KEY, 0, Ranks(rank, 4, rank % 2), RankConsensus(60))
     return 0 if copy is None else copy.step, read
@@ -194,3 +200,27 @@ def test_what_a_new_node_receives_is_verified_while_it_arrives_and_not_read_agai
     found = on_ranks(4, be_resuming_rank, tmp_path)
     assert found == [(STEP, []), (STEP, []), (STEP, [shard_name(2)]), (STEP, [shard_name(3)])]
     assert (held(tmp_path, 0), held(tmp_path, 1)) == ([0, 1], [0, 1, 2, 3])
+
+
+def test_a_rank_that_could_not_read_its_manifest_verifies_its_copy_all_the_same(tmp_path: Path) -> None:
+    for rank in range(4):
+        write_own(tmp_path, rank)
+    found = on_ranks(4, be_resuming_rank, tmp_path, 3)
+    assert found[3] == (STEP, [shard_name(3)])
+
+
+def be_rank_of_a_liar(root: Path) -> str:
+    """Send a file of another place; return the error."""
+    rank, path = int(os.environ["RANK"]), checkpoint_path(place(root, int(os.environ["RANK"])), STEP)
+    own = Content({"../../escaped": 5}, [memoryview(b"taken")], lambda: b"")
+    try:
+        transfer_copies(path, TO_PARTNERS, rank, RankConsensus(60), own)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_cannot_name_files_outside_the_folder_of_the_copies(tmp_path: Path) -> None:
+    errors = on_ranks(4, be_rank_of_a_liar, tmp_path)
+    assert all("states other files than those of a copy" in error for error in errors)
+    assert not list(tmp_path.rglob("escaped"))

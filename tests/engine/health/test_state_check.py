@@ -193,6 +193,11 @@ REPLAY = ("guard.replay=3",)
         (replace(THREE, overrides=(*THREE.overrides, *REPLAY)), [1]),
         pytest.param(Row(3, data=3, overrides=(*THREE.overrides, *REPLAY)), [1], marks=pytest.mark.long),
         pytest.param(Row(2, data=2, overrides=REPLAY), [0, 1], marks=pytest.mark.long),
+        pytest.param(  # on the first stage of the second replica, seen in the outputs of its last stage
+            Row(1, data=3, pipeline=2, accumulation=2, overrides=("training.global_batch_size=12", *REPLAY)),
+            [1, 4],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=lambda row: row.name if isinstance(row, Row) else "",
 )
