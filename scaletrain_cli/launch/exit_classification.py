@@ -7,7 +7,7 @@ launch/restart.py decides what follows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -95,7 +95,10 @@ def classify_exit(
     # Among equal weights min() takes the first: nodes in order, and per node the rank that failed first.
     stated = [failure for failure in failures if not failure.ranks]
     hung = [failure for failure in failures if failure.ranks]
-    ends = [*_failed_ends(ended, stated), *([_hung_end(nodes, hung)] if hung else [])]
+    # The ranks of a hang are killed node by node, which breaks the connections of those that are still alive.
+    waited = {view.rank for failure in hung for view in failure.ranks}
+    broken = {failure.rank for failure in stated if failure.reason == "communication"} & waited
+    ends = [*_failed_ends(ended, stated, broken), *([_hung_end(nodes, hung)] if hung else [])]
     cause = min(ends, key=lambda end: end.weight, default=None)
     lost = _lost_nodes(nodes, planned_nodes, launcher_exit_code, names)
     if cause is None and lost is not None and launcher_exit_code == ExitCode.DO_NOT_REQUEUE:
@@ -134,7 +137,10 @@ def _hung_end(nodes: Sequence[NodeRecord], failures: Sequence[Failure]) -> _End:
     return _End(_OWN_END if against else _HUNG, Outcome(failures[0].exit_code, "hang", why, against))
 
 
-def _failed_ends(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> Iterator[_End]:
+def _failed_ends(
+    ended: Sequence[NodeRecord], failures: Sequence[Failure], without: Collection[int | None]
+) -> Iterator[_End]:
+    """Yield the failures of nodes and ranks, ``without`` some ranks."""
     for node in ended:
         if node.exit_code in (0, ExitCode.PREEMPTED):
             continue
@@ -145,7 +151,7 @@ def _failed_ends(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> It
             why = Reason("launch.node-exited", {"node": node.node, "exit_code": code})
             yield _End(_BROKEN, Outcome(code, _exit_reason("crash", code), why))
         for rank in sorted(node.ranks, key=lambda rank: (rank.rank != node.first_failure, rank.rank)):
-            if rank.exit_code in (0, ExitCode.PREEMPTED):
+            if rank.exit_code in (0, ExitCode.PREEMPTED) or rank.rank in without:
                 continue
             # The agent's report about a rank takes precedence over the rank's own.
             stated = [failure for failure in (*own, *failures) if rank.holds(failure.rank)]

@@ -84,6 +84,13 @@ def test_what_the_rank_does_and_who_waits_for_it_is_said() -> None:
     assert waiting == [2], "the others wait for rank 3, too, but in a later collective"
 
 
+@pytest.mark.parametrize("name", ["data", "cut link"])
+def test_a_connection_that_the_end_of_another_hung_rank_breaks_is_not_the_cause(name: str) -> None:
+    closed = Failure(1, "communication", "Connection closed by peer", 1)
+    found = finding(judged(recorded(name)))
+    assert finding(judged([closed, *recorded(name)])) == found
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_a_node_that_reports_nothing_is_named_by_the_ranks_that_wait_for_it(name: str) -> None:
     if name == "pipeline":  # the missing rank is on the node that reports
