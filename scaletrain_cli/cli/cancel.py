@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes, complete_run, confirm, run_to_change
+from scaletrain_cli.cli.options import AsJson, TrustOwner, Yes, confirm, run_argument, run_to_change
 from scaletrain_cli.errors import ExitCode, Problem, SchedulerError, UsageError
 from scaletrain_cli.rundir.paths import Sweep, find_run_or_sweep
 from scaletrain_cli.text import counted, listed
@@ -23,12 +23,9 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
 def command(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Run id, unique prefix of a run id, run directory, or sweep (all of its runs). Default: the newest "
-            "run, once confirmed.",
-            show_default=False,
-            autocompletion=complete_run,
+        run_argument(
+            "Run id, unique prefix of a run id, run directory, or sweep (all of its runs). Default: the newest "
+            "run, once confirmed."
         ),
     ] = None,
     force: Annotated[

@@ -18,22 +18,13 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.SCHEDULER)
 @app.command(epilog=describe(EXIT_CODES))
 def setup(
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="Cluster in clusters.yaml.", autocompletion=complete_cluster, show_default=False
-        ),
+        str, typer.Argument(metavar="NAME", help="Cluster in clusters.yaml.", autocompletion=complete_cluster)
     ],
     extras: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES", help="Extras to install, as train,slurm (default: by the scheduler).", show_default=False
-        ),
+        str | None, typer.Option(metavar="NAMES", help="Extras to install, as train,slurm (default: by the scheduler).")
     ] = None,
     python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", help="Python there (default: the first of version 3.10 or later).", show_default=False
-        ),
+        str | None, typer.Option(metavar="PATH", help="Python there (default: the first of version 3.10 or later).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

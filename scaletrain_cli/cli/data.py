@@ -110,7 +110,6 @@ def show(
         typer.Argument(
             metavar="SPEC|RUN",
             help="Path of the run spec (YAML); - reads stdin; or a run id, unique prefix or run directory.",
-            show_default=False,
         ),
     ],
     overrides: Overrides = None,
@@ -202,7 +201,6 @@ def stats(
             metavar="SPEC|DATASET|RUN",
             help="Path of the run spec (YAML); - reads stdin; or the folder of a prepared dataset; or a run id, unique "
             "prefix or run directory.",
-            show_default=False,
         ),
     ],
     overrides: Overrides = None,
@@ -263,7 +261,7 @@ def stats(
 def upload(
     spec: SpecPath,
     destination: Annotated[
-        str, typer.Argument(metavar="URL", help="Folder of an object store: s3://, gs:// or az://.", show_default=False)
+        str, typer.Argument(metavar="URL", help="Folder of an object store: s3://, gs:// or az://.")
     ],
     overrides: Overrides = None,
     as_json: AsJson = False,

@@ -16,6 +16,7 @@ from scaletrain_cli.cli.options import (
     Yes,
     complete_gpu,
     confirm,
+    nodes_option,
     seconds_of,
 )
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
@@ -33,8 +34,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIB
 
 def command(
     kinds: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KIND", help="Kinds of faults to inject (default: all).", show_default=False),
+        list[str] | None, typer.Argument(metavar="KIND", help="Kinds of faults to inject (default: all).")
     ] = None,
     list_kinds: Annotated[bool, typer.Option("--list", help="List the kinds of faults and exit.")] = False,
     spec: Annotated[
@@ -46,9 +46,7 @@ def command(
     scheduler: Annotated[
         str | None, typer.Option("--scheduler", metavar="NAME", help="Scheduler, e.g. slurm (default: as in the spec).")
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Number of nodes.")
-    ] = None,
+    nodes: Annotated[int | None, nodes_option("Number of nodes.")] = None,
     gpus_per_node: GpusPerNode = None,
     gpu: Annotated[
         str | None, typer.Option("--gpu", metavar="NAME", help="Accelerator name, or cpu.", autocompletion=complete_gpu)

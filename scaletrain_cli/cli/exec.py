@@ -13,9 +13,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULE
 
 def command(
     run: RunName,
-    words: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="Command and its arguments, after --.", show_default=False)
-    ],
+    words: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Command and its arguments, after --.")],
     node: OneNode = None,
     rank: OneRank = None,
 ) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from scaletrain_cli.cli.models import USUAL_GPU, find_model
-from scaletrain_cli.cli.options import AsJson, GpusPerNode, complete_gpu, complete_preset, complete_recipe
+from scaletrain_cli.cli.options import AsJson, GpusPerNode, complete_gpu, complete_preset, complete_recipe, nodes_option
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.project_files import FOLDERS, project_file, recipes
@@ -34,7 +34,6 @@ def command(
         typer.Argument(
             metavar="[hf://ORG/NAME] [FILE]",
             help="Model of the Hugging Face Hub; file to create (default: run.yaml), - writes to stdout.",
-            show_default=False,
         ),
     ] = None,
     given_model: Annotated[
@@ -69,12 +68,7 @@ def command(
         ),
     ] = None,
     gpus_per_node: GpusPerNode = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--nodes", metavar="N", min=1, max=100_000, help="Number of nodes (default: the fewest that fit)."
-        ),
-    ] = None,
+    nodes: Annotated[int | None, nodes_option("Number of nodes (default: the fewest that fit).")] = None,
     scheduler: Annotated[
         str | None,
         typer.Option(

@@ -53,7 +53,6 @@ def command(
             metavar="STATE",
             help="Show only runs in this state, e.g. running; also active or over; repeatable.",
             autocompletion=complete_state,
-            show_default=False,
         ),
     ] = None,
     cluster: Annotated[
@@ -63,16 +62,12 @@ def command(
             metavar="NAME",
             help="List the runs on the login node of this cluster of clusters.yaml.",
             autocompletion=complete_cluster,
-            show_default=False,
         ),
     ] = None,
     since: Annotated[
         str | None,
         typer.Option(
-            "--since",
-            metavar="TIME",
-            help="Show only runs that were submitted in the last TIME, e.g. 12h or 2d.",
-            show_default=False,
+            "--since", metavar="TIME", help="Show only runs that were submitted in the last TIME, e.g. 12h or 2d."
         ),
     ] = None,
     mine: Annotated[bool, typer.Option("--mine", help="Show only your own runs.")] = False,

@@ -39,9 +39,7 @@ def list_nodes(as_json: AsJson = False) -> None:
 
 @app.command(epilog=describe(EXIT_CODES))
 def clear(
-    nodes: Annotated[
-        list[str] | None, typer.Argument(metavar="NODE", help="Nodes to clear (default: all).", show_default=False)
-    ] = None,
+    nodes: Annotated[list[str] | None, typer.Argument(metavar="NODE", help="Nodes to clear (default: all).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Clear excluded nodes, for example after a repair. Jobs already in the queue keep their exclusions."""

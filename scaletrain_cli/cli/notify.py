@@ -29,9 +29,7 @@ _SEND_SECONDS = 60.0
 
 @app.command("test", epilog=describe(SENDING))
 def try_receivers(
-    target: Annotated[
-        str, typer.Argument(metavar="SPEC|RUN", help="Run spec (YAML), or run id or directory.", show_default=False)
-    ],
+    target: Annotated[str, typer.Argument(metavar="SPEC|RUN", help="Run spec (YAML), or run id or directory.")],
     trust_owner: TrustOwner = False,
     as_json: AsJson = False,
 ) -> None:

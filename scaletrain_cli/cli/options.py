@@ -208,9 +208,7 @@ def verb_group(text: str) -> typer.Typer:
     return app
 
 
-SpecPath = Annotated[
-    Path, typer.Argument(metavar="SPEC", help="Path of the run spec (YAML); - reads stdin.", show_default=False)
-]
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="Path of the run spec (YAML); - reads stdin.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -236,17 +234,24 @@ JobTimeout = Annotated[
     str, typer.Option("--timeout", metavar="TIME", help="Time limit for the job, including its time in the queue.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
-_RUN: dict[str, Any] = {"metavar": "RUN", "show_default": False, "autocompletion": complete_run}
-RunName = Annotated[str, typer.Argument(help="Run id, unique prefix of a run id, or run directory.", **_RUN)]
+
+
+def run_argument(text: str, metavar: str = "RUN") -> Any:
+    """Return the argument of a verb that names runs, which are completed; ``text`` is its help."""
+    return typer.Argument(metavar=metavar, help=text, autocompletion=complete_run)
+
+
+def nodes_option(text: str) -> Any:
+    """Return the option for a number of nodes; ``text`` is its help."""
+    return typer.Option("--nodes", metavar="N", min=1, max=100_000, help=text)
+
+
+RunName = Annotated[str, run_argument("Run id, unique prefix of a run id, or run directory.")]
 RunOrNewest = Annotated[
-    str | None,
-    typer.Argument(help="Run id, unique prefix of a run id, or run directory (default: the newest run).", **_RUN),
+    str | None, run_argument("Run id, unique prefix of a run id, or run directory (default: the newest run).")
 ]
 OneNode = Annotated[
-    str | None,
-    typer.Option(
-        "--node", metavar="N", help="Node by its number, from 0, or its name (default: 0).", show_default=False
-    ),
+    str | None, typer.Option("--node", metavar="N", help="Node by its number, from 0, or its name (default: 0).")
 ]
 OneRank = Annotated[
     int | None,
@@ -255,7 +260,6 @@ OneRank = Annotated[
         metavar="R",
         min=0,
         help="Node of this rank; RANK, LOCAL_RANK etc. are also set, and its pid as SCALETRAIN_RANK_PID.",
-        show_default=False,
     ),
 ]
 

@@ -25,7 +25,6 @@ def command(
         typer.Argument(
             metavar="[LOCAL:]REMOTE...",
             help="Port of the node, and the port at 127.0.0.1 that leads to it (default: the same; 0: any free one).",
-            show_default=False,
         ),
     ],
     node: OneNode = None,

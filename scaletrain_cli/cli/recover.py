@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, complete_run, seconds_of
+from scaletrain_cli.cli.options import AsJson, run_argument, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.paths import find_runs
 from scaletrain_cli.text import seconds_text, visible
@@ -23,12 +23,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULE
 def command(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Run ids, run directories, or sweeps (default: all your runs that set restarts.lost).",
-            show_default=False,
-            autocompletion=complete_run,
-        ),
+        run_argument("Run ids, run directories, or sweeps (default: all your runs that set restarts.lost)."),
     ] = None,
     every: Annotated[
         str | None,

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, ClusterName, JobTimeout, Overrides, SpecPath, Yes, confirm, seconds_of
+from scaletrain_cli.cli.options import (
+    AsJson,
+    ClusterName,
+    JobTimeout,
+    Overrides,
+    SpecPath,
+    Yes,
+    confirm,
+    nodes_option,
+    seconds_of,
+)
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.text import counted
 from scaletrain_cli.ui.console import say
@@ -26,16 +36,9 @@ def command(
     spec: SpecPath,
     overrides: Overrides = None,
     cluster: ClusterName = None,
-    items: Annotated[
-        str, typer.Option("--items", metavar="A,B", help="Items to rehearse (default: all).", show_default=False)
-    ] = "",
-    skip: Annotated[str, typer.Option("--skip", metavar="A,B", help="Items to leave out.", show_default=False)] = "",
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--nodes", metavar="N", min=1, max=100_000, help="Number of nodes (default: as few as hold one replica)."
-        ),
-    ] = None,
+    items: Annotated[str, typer.Option("--items", metavar="A,B", help="Items to rehearse (default: all).")] = "",
+    skip: Annotated[str, typer.Option("--skip", metavar="A,B", help="Items to leave out.")] = "",
+    nodes: Annotated[int | None, nodes_option("Number of nodes (default: as few as hold one replica).")] = None,
     budget: Annotated[
         str, typer.Option("--budget", metavar="TIME", help="Time for the items that train, together.")
     ] = "100s",

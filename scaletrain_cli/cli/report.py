@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, complete_run
+from scaletrain_cli.cli.options import AsJson, run_argument
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import Sweep, find_run_or_sweep, find_sweep
@@ -17,21 +17,12 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 def command(
     runs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN...",
-            help="Run ids, run directories, or a sweep. Several runs are compared.",
-            show_default=False,
-            autocompletion=complete_run,
-        ),
+        list[str] | None, run_argument("Run ids, run directories, or a sweep. Several runs are compared.", "RUN...")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the page to this file.", show_default=False),
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the page to this file.")
     ] = None,
-    sweep: Annotated[
-        str | None, typer.Option("--sweep", metavar="NAME", help="Report the runs of this sweep.", show_default=False)
-    ] = None,
+    sweep: Annotated[str | None, typer.Option("--sweep", metavar="NAME", help="Report the runs of this sweep.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a report of runs as one HTML page without outside references: -o FILE.

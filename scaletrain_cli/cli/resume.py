@@ -17,6 +17,7 @@ from scaletrain_cli.cli.options import (
     Yes,
     as_choice,
     confirm,
+    nodes_option,
     run_to_change,
 )
 from scaletrain_cli.errors import ExitCode, UsageError, sentences
@@ -33,9 +34,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIB
 
 def command(
     run: RunOrNewest = None,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Number of nodes to resume on.")
-    ] = None,
+    nodes: Annotated[int | None, nodes_option("Number of nodes to resume on.")] = None,
     gpus_per_node: GpusPerNode = None,
     overrides: Overrides = None,
     from_mirror: Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Yes, complete_run, confirm
+from scaletrain_cli.cli.options import AsJson, Yes, confirm, run_argument
 from scaletrain_cli.errors import ExitCode, Problem, ScaletrainError, UsageError
 from scaletrain_cli.rundir.paths import find_runs, runs_root
 from scaletrain_cli.text import bytes_text, counted, visible
@@ -22,13 +22,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULE
 
 def command(
     runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN",
-            help="Run ids, unique prefixes of run ids, run directories, or sweeps (all of their runs).",
-            show_default=False,
-            autocompletion=complete_run,
-        ),
+        list[str], run_argument("Run ids, unique prefixes of run ids, run directories, or sweeps (all of their runs).")
     ],
     checkpoints: Annotated[
         bool, typer.Option("--checkpoints", help="Also delete checkpoints in checkpoint.dir (default: keep them).")

@@ -19,9 +19,7 @@ def command(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[COMMAND]",
-            help="Run this in the terminal in place of a shell, after --, e.g. -- htop.",
-            show_default=False,
+            metavar="[COMMAND]", help="Run this in the terminal in place of a shell, after --, e.g. -- htop."
         ),
     ] = None,
     node: OneNode = None,

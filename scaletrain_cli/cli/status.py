@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, complete_run, seconds_of
+from scaletrain_cli.cli.options import AsJson, run_argument, seconds_of
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.rundir.paths import RunDir, Sweep, find_run_or_newest, find_run_or_sweep
 from scaletrain_cli.text import either
@@ -28,12 +28,9 @@ _LOST_POLL_SECONDS = 10.0  # of a lost run, whose next resume has its time
 def command(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Run id, run directory or sweep (default: the newest run). With --cluster: cluster of clusters.yaml "
-            "(default: its default cluster).",
-            show_default=False,
-            autocompletion=complete_run,
+        run_argument(
+            "Run id, run directory or sweep (default: the newest run). With --cluster: cluster of clusters.yaml "
+            "(default: its default cluster)."
         ),
     ] = None,
     wait: Annotated[
