@@ -15,15 +15,8 @@ from typing import Any, TypeVar
 
 from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
-    EVENT,
-    POD,
-    Kind,
-    Object,
-    ServedVersions,
-    as_newest,
-    kind_of,
-)
+from scaletrain_cli.launch.backends.kubernetes import api_kinds as kinds
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
 from scaletrain_cli.launch.backends.kubernetes.messages import may_be_applied, missing_right, reason
 from scaletrain_cli.project_files import project_file
 from scaletrain_cli.reasons import Reason
@@ -116,7 +109,7 @@ class Cluster:
 
         self.where = where
         self._silent_since: float | None = None
-        self._versions = ServedVersions(self._group)
+        self._versions = kinds.ServedVersions(self._group)
         # Sends any path with the client's credentials; without this discoverer it would first read all API groups.
         self._client = DynamicClient(client, discoverer=lambda client, cache_file: None)
 
@@ -126,7 +119,7 @@ class Cluster:
             found = self._in_served_version(
                 kind, lambda served: self._json("get", served, served.path(namespace, name))
             )
-            return as_newest(kind, found)
+            return kinds.as_newest(kind, found)
         except NotServedError:
             raise
         except RefusedError as error:
@@ -137,7 +130,7 @@ class Cluster:
     def find(self, kind: Kind, namespace: str, *, labels: str = "", fields: str = "") -> list[Object]:
         """Return all objects that match the selectors."""
         found = self._in_served_version(kind, lambda served: self._find(served, namespace, labels, fields))
-        return [as_newest(kind, item) for item in found]
+        return [kinds.as_newest(kind, item) for item in found]
 
     def _find(self, kind: Kind, namespace: str, labels: str, fields: str) -> list[Object]:
         found: list[Object] = []
@@ -178,7 +171,7 @@ class Cluster:
 
     def events(self, namespace: str, name: str) -> list[Object]:
         """Return the events of the objects of this name, oldest first. The server keeps events for about an hour."""
-        found = self.find(EVENT, namespace, fields=f"involvedObject.name={name}")
+        found = self.find(kinds.EVENT, namespace, fields=f"involvedObject.name={name}")
         return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
     def apply(self, body: Object, *, dry_run: bool = False) -> Object:
@@ -188,7 +181,7 @@ class Cluster:
         """
         metadata = body["metadata"]
         return self._in_served_version(
-            kind_of(body),
+            kinds.kind_of(body),
             lambda served: self._json(
                 "patch",
                 served,
@@ -269,8 +262,8 @@ class Cluster:
         query += [("sinceTime", since)] if since else []
         query += [("tailLines", str(last_lines))] if last_lines is not None else []
         read_seconds = _FOLLOW_SECONDS if follow else _LOG_SECONDS
-        path = POD.path(namespace, pod, "log")
-        response = self._send("get", POD, path, query_params=query, read_seconds=read_seconds, by_node_of=pod)
+        path = kinds.POD.path(namespace, pod, "log")
+        response = self._send("get", kinds.POD, path, query_params=query, read_seconds=read_seconds, by_node_of=pod)
         try:
             yield from _lines(response.stream(1 << 16))
         except _transport_errors() as error:

@@ -11,20 +11,9 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.backends.base import Start
+from scaletrain_cli.launch.backends.kubernetes import api_kinds as kinds
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, ForbiddenError
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
-    CLUSTER_QUEUE,
-    COHORT,
-    FLAVOR,
-    LIMIT_RANGE,
-    LOCAL_QUEUE,
-    NAMESPACE,
-    NODE,
-    RESOURCE_QUOTA,
-    TOPOLOGY,
-    VOLCANO_QUEUE,
-    Object,
-)
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
 from scaletrain_cli.launch.backends.kubernetes.messages import problem, reason
 from scaletrain_cli.launch.backends.kubernetes.names import NODE as NODE_CONTAINER
 from scaletrain_cli.launch.backends.kubernetes.observation import condition
@@ -67,22 +56,22 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
     if kubernetes.queue is None:
         return
     if not kubernetes.kueue:
-        if (queue := cluster.get(VOLCANO_QUEUE, "", kubernetes.queue)) is None:
-            yield missing(spec, "queue", kubernetes.queue, "Volcano queue", cluster.find(VOLCANO_QUEUE, ""))
+        if (queue := cluster.get(kinds.VOLCANO_QUEUE, "", kubernetes.queue)) is None:
+            yield missing(spec, "queue", kubernetes.queue, "Volcano queue", cluster.find(kinds.VOLCANO_QUEUE, ""))
         elif queue.get("status", {}).get("state", "Open") != "Open":
             closed = reason("volcano-queue-closed", state=queue["status"]["state"])
             yield problem(spec, "queue", closed, kubernetes.queue)
         else:
             yield from _capability(spec, queue, pod)
         return
-    local = cluster.get(LOCAL_QUEUE, kubernetes.used_namespace, kubernetes.queue)
+    local = cluster.get(kinds.LOCAL_QUEUE, kubernetes.used_namespace, kubernetes.queue)
     if local is None:
-        there = cluster.find(LOCAL_QUEUE, kubernetes.used_namespace)
+        there = cluster.find(kinds.LOCAL_QUEUE, kubernetes.used_namespace)
         yield missing(spec, "queue", kubernetes.queue, f"LocalQueue in namespace {kubernetes.used_namespace}", there)
         return
     name = local["spec"]["clusterQueue"]
     try:
-        whole = cluster.get(CLUSTER_QUEUE, "", name)
+        whole = cluster.get(kinds.CLUSTER_QUEUE, "", name)
     except ForbiddenError:
         yield from _activity(spec, local, kubernetes.queue)
         raise
@@ -91,7 +80,7 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
         yield problem(spec, "queue", reason("cluster-queue-missing", queue=name), kubernetes.queue)
         return
     yield from _activity(spec, whole, kubernetes.queue)
-    namespace = cluster.get(NAMESPACE, "", kubernetes.used_namespace) or {"metadata": {}}
+    namespace = cluster.get(kinds.NAMESPACE, "", kubernetes.used_namespace) or {"metadata": {}}
     if not accepts_namespace(whole, namespace["metadata"].get("labels", {})):
         refused = reason("namespace-not-admitted", queue=name, namespace=kubernetes.used_namespace)
         yield problem(spec, "queue", refused, kubernetes.queue)
@@ -129,12 +118,12 @@ def _activity(spec: RunSpec, queue: Object, given: str, *, caused_elsewhere: boo
 
 
 def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
-    flavors = {flavor["metadata"]["name"]: flavor for flavor in cluster.find(FLAVOR, "")}
+    flavors = {flavor["metadata"]["name"]: flavor for flavor in cluster.find(kinds.FLAVOR, "")}
     name = queue["spec"].get("cohortName")
     cohort = None
     if name:
-        own = cluster.get(COHORT, "", name)
-        others = [other for other in cluster.find(CLUSTER_QUEUE, "") if other["spec"].get("cohortName") == name]
+        own = cluster.get(kinds.COHORT, "", name)
+        others = [other for other in cluster.find(kinds.CLUSTER_QUEUE, "") if other["spec"].get("cohortName") == name]
         cohort = Cohort(others, own, bounded=own is None or not own.get("spec", {}).get("parentName"))
     needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
     answer = check_quota(queue, flavors, cohort, needed, pod, _topology_request(cluster, spec))
@@ -153,7 +142,7 @@ def _topology_request(cluster: Cluster, spec: RunSpec) -> TopologyRequest | None
     if topology is None:
         return None
     try:
-        known = cluster.find(TOPOLOGY, "")
+        known = cluster.find(kinds.TOPOLOGY, "")
     except ForbiddenError:
         known = []
     levels = {item["metadata"]["name"]: [level["nodeLabel"] for level in item["spec"]["levels"]] for item in known}
@@ -198,7 +187,7 @@ def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fo
     needed = _needed(spec, pod) | {"pods": Fraction(nodes)}
     needed |= {f"limits.{name}": amount * nodes for name, amount in amounts(pod, "limits").items()}
     found, namespace = [], spec.cluster.kubernetes.used_namespace
-    for quota in cluster.find(RESOURCE_QUOTA, namespace):
+    for quota in cluster.find(kinds.RESOURCE_QUOTA, namespace):
         status = quota.get("status", {})
         if quota.get("spec", {}).get("scopes") or quota.get("spec", {}).get("scopeSelector"):
             continue  # its scope may not include these pods
@@ -215,7 +204,7 @@ def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fo
             elif wanted > most - used:
                 used_now = str(status["used"][limited])
                 yield reason("namespace-quota-used", quota=name, total=str(hard), resource=limited, used=used_now)
-    yield from _unstated(spec, pod, found, cluster.find(LIMIT_RANGE, namespace))
+    yield from _unstated(spec, pod, found, cluster.find(kinds.LIMIT_RANGE, namespace))
 
 
 # What every container must state under a quota of it (k8s.io/kubernetes, pkg/quota/v1/evaluator/core/pods.go).
@@ -265,7 +254,7 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
     if not pod:
         return
     placements, may_grow = _placements(cluster, spec, pod)
-    nodes = cluster.find(NODE, "")
+    nodes = cluster.find(kinds.NODE, "")
     per_pod = {name: amount / spec.cluster.nodes for name, amount in _needed(spec, pod).items()}
     candidates = [_fit(nodes, per_pod, placement) for placement in placements]
     best = max(candidates, key=lambda best: (best.fits, best.cordoned), default=None)
@@ -312,11 +301,11 @@ def _placements(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Pla
     kubernetes = spec.cluster.kubernetes
     if not kubernetes.kueue or kubernetes.queue is None:
         return [_Placement(selector, tolerations)], False
-    local = cluster.get(LOCAL_QUEUE, kubernetes.used_namespace, kubernetes.queue)
-    queue = cluster.get(CLUSTER_QUEUE, "", local["spec"]["clusterQueue"]) if local is not None else None
+    local = cluster.get(kinds.LOCAL_QUEUE, kubernetes.used_namespace, kubernetes.queue)
+    queue = cluster.get(kinds.CLUSTER_QUEUE, "", local["spec"]["clusterQueue"]) if local is not None else None
     if queue is None:
         return [], False  # reported by the check of the queue
-    flavors = {flavor["metadata"]["name"]: flavor for flavor in cluster.find(FLAVOR, "")}
+    flavors = {flavor["metadata"]["name"]: flavor for flavor in cluster.find(kinds.FLAVOR, "")}
     found = []
     for name in flavors_for(queue, flavors, _needed(spec, pod), pod):
         more = flavors[name].get("spec", {})
@@ -355,7 +344,7 @@ def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> E
     if not (bad := read_bad_nodes(run.path.parent, time.time())):
         return Exclusion()
     try:
-        nodes = reach().find(NODE, "")
+        nodes = reach().find(kinds.NODE, "")
     except SchedulerError as error:
         return Exclusion(
             spared=tuple(sorted(node.node for node in bad)), reason=error.reason or recorded(error.message)

@@ -17,18 +17,9 @@ from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
+from scaletrain_cli.launch.backends.kubernetes import api_kinds as kinds
 from scaletrain_cli.launch.backends.kubernetes.api import ForbiddenError, NotServedError
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
-    BACKENDS,
-    CLUSTER_QUEUE,
-    LOCAL_QUEUE,
-    NODE,
-    POD,
-    POD_GROUP,
-    WORKLOAD,
-    Kind,
-    Object,
-)
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
 from scaletrain_cli.launch.backends.kubernetes.capacity import amounts
 from scaletrain_cli.launch.backends.kubernetes.conditions import job_of, size_of
 from scaletrain_cli.launch.backends.kubernetes.job_ref import read_job_ref
@@ -247,21 +238,26 @@ def fetch_objects(cluster: Cluster, namespace: str) -> ClusterObjects:
             forbidden.append(f"{kind.plural}.{kind.group}" if kind.group else kind.plural)
             return None
 
-    workloads = {name: list_allowed(kind, labels=MANAGED) or () for name, kind in BACKENDS.items()}
-    queued = list_allowed(WORKLOAD)
-    nodes = list_allowed(NODE, "")
+    workloads = {name: list_allowed(kind, labels=MANAGED) or () for name, kind in kinds.BACKENDS.items()}
+    queued = list_allowed(kinds.WORKLOAD)
+    nodes = list_allowed(kinds.NODE, "")
     runs = Runs(
         tuple((name, one) for name, found in workloads.items() for one in found),
-        tuple(cluster.find(POD, namespace, labels=MANAGED)),
+        tuple(cluster.find(kinds.POD, namespace, labels=MANAGED)),
         queued or (),
-        list_allowed(POD_GROUP) or () if workloads["volcano"] else (),
+        list_allowed(kinds.POD_GROUP) or () if workloads["volcano"] else (),
         nodes or (),
         queue_known=queued is not None,
         nodes_known=nodes is not None,
     )
-    pods = list_allowed(POD, "", fields=_ACTIVE)
+    pods = list_allowed(kinds.POD, "", fields=_ACTIVE)
     return ClusterObjects(
-        runs, nodes, pods, list_allowed(LOCAL_QUEUE) or (), list_allowed(CLUSTER_QUEUE, "") or (), tuple(forbidden)
+        runs,
+        nodes,
+        pods,
+        list_allowed(kinds.LOCAL_QUEUE) or (),
+        list_allowed(kinds.CLUSTER_QUEUE, "") or (),
+        tuple(forbidden),
     )
 
 

@@ -14,14 +14,9 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SpecError, UsageError
 from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.launch.backends.kubernetes import names
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import NATIVE_POD_GROUP
 from scaletrain_cli.launch.backends.kubernetes.messages import problem, reason
-from scaletrain_cli.launch.backends.kubernetes.names import (
-    DOCUMENTS_ANNOTATION,
-    LONGEST_LABEL_VALUE,
-    Workload,
-    record_mark,
-)
 from scaletrain_cli.launch.backends.kubernetes.pod import pod_template
 from scaletrain_cli.launch.backends.kubernetes.pod_overrides import unknown_fields
 from scaletrain_cli.launch.backends.kubernetes.workloads import (
@@ -111,7 +106,7 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
 _FIRST_POD_GROUP = "scheduling.k8s.io/v1alpha2"
 
 
-def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
+def pod_group(spec: RunSpec, workload: names.Workload) -> dict[str, Any]:
     """Return the PodGroup for the pods' schedulingGroup: no pod is bound before all can be."""
     gang = {"schedulingPolicy": {"gang": {"minCount": spec.cluster.nodes}}}
     group = NATIVE_POD_GROUP.object(metadata_of(spec, workload), gang)
@@ -195,7 +190,7 @@ class Manifest:
     The workload becomes the owner of the others, so that they are deleted with it.
     """
 
-    workload: Workload
+    workload: names.Workload
     objects: tuple[Object, ...]
     notes: tuple[Reason, ...] = ()
 
@@ -211,7 +206,7 @@ def manifest(
     spec = record.spec
     require_submittable(spec)
     backend = spec.cluster.kubernetes.backend
-    workload = Workload(record.run_id, submission, record.revision, backend, record_mark(record))
+    workload = names.Workload(record.run_id, submission, record.revision, backend, names.record_mark(record))
     template = pod_template(spec, record.plan, workload, documents, avoid)
     objects = (_config_map(spec, workload, documents), *_workload_objects(spec, workload, template))
     return Manifest(workload, objects, tuple(notes(spec)))
@@ -227,8 +222,10 @@ def require_submittable(spec: RunSpec) -> None:
 def _unrenderable(spec: RunSpec) -> Iterator[Problem]:
     """Yield settings that are valid by themselves, but not in the rendered object."""
     kubernetes = spec.cluster.kubernetes
-    if kubernetes.kueue and kubernetes.priority is not None and len(kubernetes.priority) > LONGEST_LABEL_VALUE:
-        yield problem(spec, "priority", reason("priority-too-long", most=LONGEST_LABEL_VALUE), kubernetes.priority)
+    if kubernetes.kueue and kubernetes.priority is not None and len(kubernetes.priority) > names.LONGEST_LABEL_VALUE:
+        yield problem(
+            spec, "priority", reason("priority-too-long", most=names.LONGEST_LABEL_VALUE), kubernetes.priority
+        )
     for name in sorted(OWN_VARIABLES & kubernetes.secrets.keys()):
         yield problem(spec, f"secrets.{name}", reason("secret-name-taken"))
     for section, overrides in kubernetes.all_overrides.items():
@@ -236,7 +233,7 @@ def _unrenderable(spec: RunSpec) -> Iterator[Problem]:
             yield problem(spec, f"{section}.{inner}", why)
 
 
-def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> Iterator[Object]:
+def _workload_objects(spec: RunSpec, workload: names.Workload, template: Object) -> Iterator[Object]:
     if spec.cluster.kubernetes.native_gang != "none":
         yield pod_group(spec, workload)
     if workload.backend == "volcano":
@@ -271,7 +268,7 @@ def _lost_with_the_pod(spec: RunSpec) -> Iterator[Problem]:
         yield Problem.because(spec.where(dotted), dotted, lost, spec.checkpoint.dir)
 
 
-def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str | bytes]) -> Object:
+def _config_map(spec: RunSpec, workload: names.Workload, documents: Mapping[str, str | bytes]) -> Object:
     texts = {name: text for name, text in documents.items() if isinstance(text, str)}
     files = {name: content for name, content in documents.items() if isinstance(content, bytes)}
     contents = {name: text.encode() for name, text in texts.items()} | files
@@ -286,7 +283,7 @@ def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str |
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {
-            **metadata_of(spec, workload, annotations={DOCUMENTS_ANNOTATION: digest}),
+            **metadata_of(spec, workload, annotations={names.DOCUMENTS_ANNOTATION: digest}),
             "name": workload.config_map,
         },
         "immutable": True,

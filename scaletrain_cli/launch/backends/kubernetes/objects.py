@@ -5,17 +5,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
+from scaletrain_cli.launch.backends.kubernetes import api_kinds as kinds
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
-    CONFIG_MAP,
-    NATIVE_POD_GROUP,
-    POD,
-    RUNTIME,
-    TRAIN_JOB,
-    Kind,
-    Object,
-    kind_of,
-)
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED, dead_nodes
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
@@ -49,7 +41,7 @@ def delete_workload(cluster: Cluster, kind: Kind, namespace: str, workload: Obje
     longer exists, also the one that ends a foreground deletion. A second request ends a deletion that is stuck so.
     """
     metadata = workload["metadata"]
-    background = kind is TRAIN_JOB
+    background = kind is kinds.TRAIN_JOB
     cluster.delete(kind, namespace, metadata["name"], uid=metadata["uid"], background=background, dry_run=dry_run)
 
 
@@ -81,9 +73,9 @@ def stop_requested(
 def remove_leftovers(cluster: Cluster, ref: JobRef, record: RunRecord) -> None:
     """Delete ownerless objects that were created for a workload that the server did not accept."""
     workload = Workload(record.run_id, submission_number(ref.job_id), backend=parse_id(ref.job_id)[0])
-    left = [(CONFIG_MAP, workload.config_map)]
-    left += [(RUNTIME, workload.name)] if workload.backend == "trainjob" else []
-    left += [(NATIVE_POD_GROUP, workload.name)] if record.spec.cluster.kubernetes.native_gang != "none" else []
+    left = [(kinds.CONFIG_MAP, workload.config_map)]
+    left += [(kinds.RUNTIME, workload.name)] if workload.backend == "trainjob" else []
+    left += [(kinds.NATIVE_POD_GROUP, workload.name)] if record.spec.cluster.kubernetes.native_gang != "none" else []
     for kind, name in left:
         with contextlib.suppress(SchedulerError):
             there = cluster.get(kind, ref.namespace, name)
@@ -100,7 +92,7 @@ def apply_owned(cluster: Cluster, objects: Sequence[Object], found: Object | Non
         for body in made if found is None else ():
             with contextlib.suppress(SchedulerError):
                 metadata = body["metadata"]
-                cluster.delete(kind_of(body), metadata["namespace"], metadata["name"])
+                cluster.delete(kinds.kind_of(body), metadata["namespace"], metadata["name"])
 
     with undone_if_refused(delete_made, SchedulerError):
         for body in others:
@@ -120,7 +112,7 @@ def _apply_workload(cluster: Cluster, workload: Object) -> Object:
     while True:
         try:
             queue = workload["metadata"].get("labels", {}).get(QUEUE_LABEL)
-            tried = queue is None or workload["kind"] != TRAIN_JOB.name  # those of other kinds: in the preflight
+            tried = queue is None or workload["kind"] != kinds.TRAIN_JOB.name  # those of other kinds: in the preflight
             if not tried and is_unmanaged(workload, cluster.apply(workload, dry_run=True)):
                 raise SchedulerError(reason("queue-without-kind", kind=workload["kind"], queue=queue))
             return _apply_until_answered(cluster, workload, is_new=True)
@@ -146,7 +138,7 @@ def _apply_until_answered(cluster: Cluster, body: Object, *, is_new: bool = Fals
     SchedulerSilentError if no request is answered, RefusedError if the server does not have the object.
     """
     lost: SchedulerSilentError | None = None
-    kind, metadata = kind_of(body), body["metadata"]
+    kind, metadata = kinds.kind_of(body), body["metadata"]
     for pause in (0.0, *_LOST_ANSWER_PAUSES):
         time.sleep(pause)
         try:
@@ -184,7 +176,7 @@ def refuse_foreign(cluster: Cluster, found: Object, rendered: Manifest, record: 
         other = marks.get(RUN_ID_ANNOTATION)
         known = reason("object-of-other-run", where=cluster.where, object=name, owner=other)
         raise SchedulerError(known if other else reason("object-of-no-run", where=cluster.where, object=name))
-    documents = cluster.get(CONFIG_MAP, metadata["namespace"], workload.config_map)
+    documents = cluster.get(kinds.CONFIG_MAP, metadata["namespace"], workload.config_map)
     theirs = (documents or {}).get("metadata", {}).get("annotations", {}).get(DOCUMENTS_ANNOTATION)
     ours = rendered.objects[0]["metadata"]["annotations"][DOCUMENTS_ANNOTATION]
     if not belongs_to(found, record):
@@ -216,4 +208,4 @@ def force_delete(cluster: Cluster, namespace: str, seen: Observation, now: float
         active = [pod for pod in seen.pods if not has_ended(pod)]
         names += [pod["metadata"]["name"] for pod in active if pod.get("spec", {}).get("nodeName") in dead]
     found = dict.fromkeys(names)
-    return [name for name in found if cluster.delete(POD, namespace, name, uid=by_name[name], at_once=True)]
+    return [name for name in found if cluster.delete(kinds.POD, namespace, name, uid=by_name[name], at_once=True)]

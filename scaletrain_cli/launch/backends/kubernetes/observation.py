@@ -7,20 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from scaletrain_cli.launch.backends.kubernetes import api_kinds as kinds
 from scaletrain_cli.launch.backends.kubernetes.api import ForbiddenError
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
-    BACKENDS,
-    EVENT,
-    JOB,
-    JOB_SET,
-    NODE,
-    POD,
-    POD_GROUP,
-    VOLCANO_JOB,
-    WORKLOAD,
-    Kind,
-    Object,
-)
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
 from scaletrain_cli.launch.backends.kubernetes.names import (
     INSTANCE_LABEL,
     QUEUE_LABEL,
@@ -66,31 +55,31 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
     Raises SchedulerError. Details that the user may not read are left out.
     """
     backend, _, name = job_id.partition("/")
-    found = workloads_of(cluster, BACKENDS[backend], namespace, record)
+    found = workloads_of(cluster, kinds.BACKENDS[backend], namespace, record)
     workload = next((one for one in found if one["metadata"]["name"] == name), None)
     others = tuple(one for one in found if one is not workload)
     instance = f"{INSTANCE_LABEL}={name}"
-    jobset = _allowed(lambda: cluster.get(JOB_SET, namespace, name)) if backend == "trainjob" else None
+    jobset = _allowed(lambda: cluster.get(kinds.JOB_SET, namespace, name)) if backend == "trainjob" else None
     if jobset is not None and not belongs_to(jobset, record):
         jobset = None
     if workload is None:
-        pods = cluster.find(POD, namespace, labels=f"{RUN_LABEL}={run_label(record.run_id)}")
+        pods = cluster.find(kinds.POD, namespace, labels=f"{RUN_LABEL}={run_label(record.run_id)}")
         marks = [(pod["metadata"].get("annotations") or {}).get(RECORD_ANNOTATION, "") for pod in pods]
         pods = [pod for pod, mark in zip(pods, marks, strict=True) if mark in ("", record_mark(record))]
         active = tuple(pod for pod in pods if not has_ended(pod))
         nodes, known = _nodes_in_question(cluster, active)
         return Observation(None, active, nodes=nodes, nodes_known=known, jobset=jobset, others=others)
-    pods = cluster.find(POD, namespace, labels=instance)
+    pods = cluster.find(kinds.POD, namespace, labels=instance)
     nodes, nodes_known = _nodes_in_question(cluster, pods)
-    is_volcano = BACKENDS[backend] is VOLCANO_JOB
-    jobs = [] if is_volcano else _allowed(lambda: cluster.find(JOB, namespace, labels=instance)) or []
+    is_volcano = kinds.BACKENDS[backend] is kinds.VOLCANO_JOB
+    jobs = [] if is_volcano else _allowed(lambda: cluster.find(kinds.JOB, namespace, labels=instance)) or []
     queued: Object | None = None
     queue_known = True
     if QUEUE_LABEL in workload["metadata"].get("labels", {}):
         owner = f"{_OWNER_LABEL}={workload['metadata'].get('uid', '')}"
-        queues = _allowed(lambda: cluster.find(WORKLOAD, namespace, labels=owner))
+        queues = _allowed(lambda: cluster.find(kinds.WORKLOAD, namespace, labels=owner))
         queued, queue_known = owned_by(workload, queues or []), queues is not None
-    groups = _allowed(lambda: cluster.find(POD_GROUP, namespace)) if is_volcano else None
+    groups = _allowed(lambda: cluster.find(kinds.POD_GROUP, namespace)) if is_volcano else None
     evicted = queued is not None and not pods and condition(queued, "Evicted") is not None
     return Observation(
         workload,
@@ -172,7 +161,7 @@ def _events(
     found = [event for each in names for event in cluster.events(namespace, each)]
     if of_lost_pods:
         start = f"{name}-{CONTAINER}-"
-        of_pods = cluster.find(EVENT, namespace, fields="involvedObject.kind=Pod,type=Warning")
+        of_pods = cluster.find(kinds.EVENT, namespace, fields="involvedObject.kind=Pod,type=Warning")
         found += [event for event in of_pods if str(event.get("involvedObject", {}).get("name", "")).startswith(start)]
     return found
 
@@ -192,8 +181,8 @@ def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[
 
     def send() -> list[Object]:
         if len(names) > _MOST_NODES_QUERIED:
-            return [node for node in cluster.find(NODE, "") if node["metadata"]["name"] in names]
-        return [node for name in sorted(names) if (node := cluster.get(NODE, "", name)) is not None]
+            return [node for node in cluster.find(kinds.NODE, "") if node["metadata"]["name"] in names]
+        return [node for name in sorted(names) if (node := cluster.get(kinds.NODE, "", name)) is not None]
 
     found = _allowed(send) if names else []
     return tuple(found or ()), found is not None

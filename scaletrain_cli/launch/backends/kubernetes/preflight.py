@@ -12,24 +12,9 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
+from scaletrain_cli.launch.backends.kubernetes import api_kinds as kinds
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, ForbiddenError, NotServedError, RefusedError
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
-    CLAIM,
-    CSI_DRIVER,
-    LOCAL_QUEUE,
-    NAMESPACE,
-    NATIVE_POD_GROUP,
-    PERSISTENT_VOLUME,
-    POD,
-    PRIORITY_CLASS,
-    SECRET,
-    SERVICE_ACCOUNT,
-    VOLCANO_QUEUE,
-    WORKLOAD_PRIORITY,
-    Kind,
-    Object,
-    kind_of,
-)
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
 from scaletrain_cli.launch.backends.kubernetes.capacity import (
     NAMES_SHOWN,
     Found,
@@ -75,8 +60,8 @@ def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     if kubernetes.runs.claim is not None:
         needed = {kubernetes.runs.claim: "runs.claim", **needed}
     for name, key in needed.items():
-        if (claim := cluster.get(CLAIM, kubernetes.used_namespace, name)) is None:
-            there = cluster.find(CLAIM, kubernetes.used_namespace)
+        if (claim := cluster.get(kinds.CLAIM, kubernetes.used_namespace, name)) is None:
+            there = cluster.find(kinds.CLAIM, kubernetes.used_namespace)
             yield missing(spec, key, name, f"PersistentVolumeClaim in namespace {kubernetes.used_namespace}", there)
             continue
         phase = claim.get("status", {}).get("phase")
@@ -108,7 +93,7 @@ def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     needed += [(f"secrets.{name}", secret.secret, secret.key) for name, secret in kubernetes.secrets.items()]
     for key, name, entry in needed:
         try:
-            secret = cluster.get(SECRET, kubernetes.used_namespace, name)
+            secret = cluster.get(kinds.SECRET, kubernetes.used_namespace, name)
         except ForbiddenError:
             yield reason("secrets-unreadable", names=sorted({name for _, name, _ in needed}))
             return
@@ -129,7 +114,7 @@ def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None, security:
     ``security``: of a pod; without a user the cluster chooses one, which may have any rights.
     """
     kubernetes, user, fs_group = spec.cluster.kubernetes, security.get("runAsUser"), security.get("fsGroup")
-    claim = kubernetes.runs.claim and cluster.get(CLAIM, kubernetes.used_namespace, kubernetes.runs.claim)
+    claim = kubernetes.runs.claim and cluster.get(kinds.CLAIM, kubernetes.used_namespace, kubernetes.runs.claim)
     if not claim or user is None:
         return
     applied, why = _applies_group(cluster, claim) if fs_group is not None else (False, None)
@@ -179,12 +164,12 @@ def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, Reason
     if not (name := claim.get("spec", {}).get("volumeName")):
         return None, reason("group-claim-unbound")
     try:
-        volume = (cluster.get(PERSISTENT_VOLUME, "", name) or {}).get("spec", {})
+        volume = (cluster.get(kinds.PERSISTENT_VOLUME, "", name) or {}).get("spec", {})
         if (driver := volume.get("csi", {}).get("driver")) is None:
             found = next((source for source in _WITHOUT_GROUPS if source in volume), None)
             unknown = reason("group-volume-unknown", volume=name)
             return (None, unknown) if found is None else (False, reason("group-volume-kind", kind=found))
-        policy = (cluster.get(CSI_DRIVER, "", driver) or {}).get("spec", {}).get("fsGroupPolicy")
+        policy = (cluster.get(kinds.CSI_DRIVER, "", driver) or {}).get("spec", {}).get("fsGroupPolicy")
     except ForbiddenError:
         return None, reason("group-volume-unreadable")
     why = reason("group-driver", driver=driver, policy=policy)
@@ -202,15 +187,15 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
     version = cluster.version()
     _require_namespace(cluster, spec.cluster.kubernetes.used_namespace, spec)
     pod = pod_spec(rendered.objects)
-    of_queue = WORKLOAD_PRIORITY if spec.cluster.kubernetes.kueue else PRIORITY_CLASS
+    of_queue = kinds.WORKLOAD_PRIORITY if spec.cluster.kubernetes.kueue else kinds.PRIORITY_CLASS
     checks: list[Callable[[], Iterator[Found]]] = [
         lambda: _kinds_served(cluster, spec, rendered.objects),
         lambda: queue_capacity(cluster, spec, pod),
         lambda: named_object(cluster, spec, "priority", of_queue, ", and the job would wait without a message"),
-        lambda: named_object(cluster, spec, "pod_priority", PRIORITY_CLASS),
+        lambda: named_object(cluster, spec, "pod_priority", kinds.PRIORITY_CLASS),
         lambda: claims(cluster, spec),
         lambda: volume_rights(cluster, spec, run, pod.get("securityContext", {})),
-        lambda: named_object(cluster, spec, "service_account", SERVICE_ACCOUNT),
+        lambda: named_object(cluster, spec, "service_account", kinds.SERVICE_ACCOUNT),
         lambda: secrets(cluster, spec),
         lambda: namespace_quota(cluster, spec, pod),
         lambda: node_capacity(cluster, spec, pod),
@@ -251,7 +236,7 @@ def _preparation_pods(spec: RunSpec, rendered: Manifest) -> Iterator[Object]:
     name, workload = f"{rendered.workload.name}-data-0-xxxxx", rendered.workload
     template = preparation_template(spec, f"{workload.name}-data-spec", {}, workload.annotations)
     metadata = {**template["metadata"], "name": name, "namespace": spec.cluster.kubernetes.used_namespace}
-    yield POD.object(metadata, template["spec"])
+    yield kinds.POD.object(metadata, template["spec"])
 
 
 def _start_without_quota(spec: RunSpec) -> Start:
@@ -269,7 +254,7 @@ def _run_check(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Fo
     try:
         yield from one()
     except NotServedError as error:
-        of_queues = error.kind.group == LOCAL_QUEUE.group or error.kind is VOLCANO_QUEUE
+        of_queues = error.kind.group == kinds.LOCAL_QUEUE.group or error.kind is kinds.VOLCANO_QUEUE
         yield problem(spec, "queue" if of_queues else "backend", error.reason)
     except ForbiddenError as error:
         yield reason("not-checked", **error.reason.params)
@@ -278,7 +263,7 @@ def _run_check(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Fo
 def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
     """Raise SchedulerError if the namespace does not exist: every other request would fail for that reason."""
     try:
-        found = cluster.get(NAMESPACE, "", namespace)
+        found = cluster.get(kinds.NAMESPACE, "", namespace)
     except ForbiddenError:
         return  # the dry run shows it
     if found is None:
@@ -288,9 +273,9 @@ def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
 
 def _kinds_served(cluster: Cluster, spec: RunSpec, objects: Iterable[Object]) -> Iterator[Found]:
     """Yield the kinds that no controller of the cluster defines."""
-    for kind in dict.fromkeys(map(kind_of, objects)):
+    for kind in dict.fromkeys(map(kinds.kind_of, objects)):
         if kind.group and (error := cluster.missing(kind)) is not None:
-            yield problem(spec, "native_gang" if kind is NATIVE_POD_GROUP else "backend", error.reason)
+            yield problem(spec, "native_gang" if kind is kinds.NATIVE_POD_GROUP else "backend", error.reason)
 
 
 def _dry_run(cluster: Cluster, spec: RunSpec, body: Object, *, derived: bool = False) -> Iterator[Found]:

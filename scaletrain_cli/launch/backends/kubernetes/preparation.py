@@ -18,27 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
+from scaletrain_cli.launch.backends.kubernetes import names
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import JOB, POD, Object
 from scaletrain_cli.launch.backends.kubernetes.conditions import exit_code_of_pod, failed_pod, why_pods_wait
 from scaletrain_cli.launch.backends.kubernetes.job_ref import job_ref_of, next_submission_number
 from scaletrain_cli.launch.backends.kubernetes.manifest import require_submittable
 from scaletrain_cli.launch.backends.kubernetes.messages import one_line, reason
-from scaletrain_cli.launch.backends.kubernetes.names import (
-    INSTANCE_LABEL,
-    NODE,
-    PREPARATION_LABEL,
-    QUEUE_LABEL,
-    RECORD_ANNOTATION,
-    REVISION_ANNOTATION,
-    RUN_ID_ANNOTATION,
-    Workload,
-    belongs_to,
-    own_labels,
-    record_mark,
-    run_label,
-    submission_number,
-)
 from scaletrain_cli.launch.backends.kubernetes.objects import apply_owned, delete_workload
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, condition, index_of, own_container
 from scaletrain_cli.launch.backends.kubernetes.pod import PREPARATION_DOCUMENT, preparation_template
@@ -89,8 +75,8 @@ def preparation_objects(
     """
     require_submittable(spec)
     kubernetes = spec.cluster.kubernetes
-    labels = own_labels(name, PREPARATION_LABEL, run_id)
-    marks = {RUN_ID_ANNOTATION: run_id, **annotations}
+    labels = names.own_labels(name, names.PREPARATION_LABEL, run_id)
+    marks = {names.RUN_ID_ANNOTATION: run_id, **annotations}
     metadata = {"namespace": kubernetes.used_namespace, "labels": labels, "annotations": marks}
     document = json.dumps({"spec": spec.model_dump(mode="json", by_alias=True), "hub": dict(hub)})
     config_map = f"{name}-spec"
@@ -100,7 +86,11 @@ def preparation_objects(
     job = {
         "apiVersion": JOB.api_version,
         "kind": JOB.name,
-        "metadata": {"name": name, **metadata, "labels": labels | ({} if queue is None else {QUEUE_LABEL: queue})},
+        "metadata": {
+            "name": name,
+            **metadata,
+            "labels": labels | ({} if queue is None else {names.QUEUE_LABEL: queue}),
+        },
         "spec": {
             "completionMode": "Indexed",
             "completions": tasks,
@@ -112,7 +102,7 @@ def preparation_objects(
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                     {
                         "action": "FailJob",
-                        "onExitCodes": {"containerName": NODE, "operator": "In", "values": _OWN_CODES},
+                        "onExitCodes": {"containerName": names.NODE, "operator": "In", "values": _OWN_CODES},
                     },
                 ]
             },
@@ -137,9 +127,9 @@ def objects_of_run(
     submission, known = next_submission_number(run), read_job(preparation_folder(run))
     if number is None:
         number = known.number if known is not None and known.submission == submission else 1
-    workload = Workload(record.run_id, submission).name
+    workload = names.Workload(record.run_id, submission).name
     name = f"{workload}-data" + ("" if number == 1 else str(number))
-    marks = {REVISION_ANNOTATION: str(record.revision), RECORD_ANNOTATION: record_mark(record)}
+    marks = {names.REVISION_ANNOTATION: str(record.revision), names.RECORD_ANNOTATION: names.record_mark(record)}
     tasks = record.spec.cluster.kubernetes.preparation.tasks
     return preparation_objects(
         record.spec, name, record.run_id, _useful(record.spec, tasks), record.hub, marks, by_index=by_index
@@ -174,8 +164,8 @@ def submit_for_run(cluster: Cluster, run: RunDir, record: RunRecord) -> None:
         name = job["metadata"]["name"]
         if (found := cluster.get(JOB, kubernetes.used_namespace, name)) is None:
             break
-        if not belongs_to(found, record):
-            other = (found["metadata"].get("annotations") or {}).get(RUN_ID_ANNOTATION, name)
+        if not names.belongs_to(found, record):
+            other = (found["metadata"].get("annotations") or {}).get(names.RUN_ID_ANNOTATION, name)
             raise SchedulerError(reason("object-of-other-run", where=cluster.where, object=f"Job {name}", owner=other))
         number += 1  # an earlier Job of this run, which has ended or is being deleted
     make_folder(folder, parents=True)
@@ -227,13 +217,13 @@ def pending_job(run: RunDir, record: RunRecord) -> PreparationJob | None:
     if job is None or job.scheduler != "kubernetes":
         return None
     ref = job_ref_of(run, record)
-    return job if ref is None or submission_number(ref.job_id) < job.submission else None
+    return job if ref is None or names.submission_number(ref.job_id) < job.submission else None
 
 
 def _own_job(cluster: Cluster, job: PreparationJob, record: RunRecord | None) -> Object | None:
     """Return the Job. ``record``: of its run; None: its name is of no other Job."""
     found = cluster.get(JOB, job.namespace, job.job_id.partition("/")[2])
-    return found if found is not None and (record is None or belongs_to(found, record)) else None
+    return found if found is not None and (record is None or names.belongs_to(found, record)) else None
 
 
 def _end_of(job: Object) -> str:
@@ -264,7 +254,7 @@ def look(cluster: Cluster, record: RunRecord | None, job: PreparationJob) -> See
     name, end = there["metadata"]["name"], _end_of(there)
     if end == "prepared":
         return Seen(end, reason("preparation-done", job=job.job_id, run=run))
-    pods = sorted(cluster.find(POD, job.namespace, labels=f"{INSTANCE_LABEL}={name}"), key=index_of)
+    pods = sorted(cluster.find(POD, job.namespace, labels=f"{names.INSTANCE_LABEL}={name}"), key=index_of)
     if end == "failed":
         error = _failure(cluster, job, there, pods)
         cause = None if error.problems else error.reason
@@ -301,7 +291,7 @@ def _last_words(cluster: Cluster, job: PreparationJob, pod: Object) -> dict[str,
     ended = own_container(pod).get("state", {}).get("terminated") or {}
     if (said := preparation_end(str(ended.get("message", "")).splitlines())) is None:
         with contextlib.suppress(SchedulerError):
-            lines = cluster.log(job.namespace, pod["metadata"]["name"], NODE, last_lines=_LINES_READ)
+            lines = cluster.log(job.namespace, pod["metadata"]["name"], names.NODE, last_lines=_LINES_READ)
             said = preparation_end(line.partition(" ")[2] for line in lines)
     return said
 
@@ -339,7 +329,7 @@ def await_sizes(cluster: Cluster, job: PreparationJob, say: Callable[[str], None
         say(str(reason("preparation-is-shared", job=job.job_id)))
         raise
     name = job.job_id.partition("/")[2]
-    for pod in cluster.find(POD, job.namespace, labels=f"{INSTANCE_LABEL}={name}"):
+    for pod in cluster.find(POD, job.namespace, labels=f"{names.INSTANCE_LABEL}={name}"):
         if (sizes := (_last_words(cluster, job, pod) or {}).get("sizes")) is not None:
             if (there := _own_job(cluster, job, None)) is not None:
                 delete_workload(cluster, JOB, job.namespace, there)
@@ -419,8 +409,8 @@ def job_of_preparation(cluster: Cluster, run: RunDir, record: RunRecord, job: Pr
 
 def delete_jobs(cluster: Cluster, namespace: str, record: RunRecord) -> list[str]:
     """Delete the preparation Jobs of a run, with their pods; return their names. Raises SchedulerError."""
-    found = cluster.find(JOB, namespace, labels=f"{PREPARATION_LABEL}={run_label(record.run_id)}")
-    own = [one for one in found if belongs_to(one, record) and "deletionTimestamp" not in one["metadata"]]
+    found = cluster.find(JOB, namespace, labels=f"{names.PREPARATION_LABEL}={names.run_label(record.run_id)}")
+    own = [one for one in found if names.belongs_to(one, record) and "deletionTimestamp" not in one["metadata"]]
     for one in own:
         delete_workload(cluster, JOB, namespace, one)
     return [str(one["metadata"]["name"]) for one in own]
