@@ -12,24 +12,9 @@ from scaletrain_cli.diagnosis.hardware import Recent
 from scaletrain_cli.launch.node.record import NodeRecord
 from scaletrain_cli.launch.view import RunView, Shown
 from scaletrain_cli.text import bytes_text, counted, listed, percent_text, seconds_text
+from scaletrain_cli.ui import status as texts
 from scaletrain_cli.ui.console import escaped_text, event_line, line, plain, show, stdout_console, supports_unicode
 from scaletrain_cli.ui.diagnosis import finding_headline
-from scaletrain_cli.ui.status import (
-    NOT_SEEN,
-    cost_text,
-    goodput_text,
-    gpu_text,
-    left_text,
-    lost_text,
-    measures_text,
-    memory_text,
-    planned_parts_text,
-    progress_text,
-    rank_memory_text,
-    sources_text,
-    step_parts_text,
-    step_text,
-)
 from scaletrain_cli.ui.tables import STYLES
 from scaletrain_cli.ui.watch.layout import Choices, Content, cut, elsewhere_text, joined, rows_of, wrapped
 from scaletrain_cli.ui.watch.plot import Line, Mark, ceiling, plot
@@ -55,7 +40,7 @@ def overview(view: RunView, choices: Choices, width: int, height: int, *, more: 
     """
     bar = progress_bar(view.status.step, view.status.total_steps, width, choices.unicode)
     if not view.status.step_seen:
-        bar = Text(progress_text(view.status))
+        bar = Text(texts.progress_text(view.status))
     lines = 2 if height >= _TALL else 1
     figures = [line for label, text in _figures(view, height) if text for line in rows_of(label, text, width, lines)]
     findings = [cut(finding_headline(finding), width) for finding in view.diagnosis.findings]
@@ -94,7 +79,7 @@ def _why(view: RunView, width: int) -> list[Text]:
 def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
     """Return label and text of each line of figures; an empty text where nothing is known."""
     status, figures, plan, hardware = view.status, view.figures, view.record.plan, view.hardware
-    left = [left_text(figures), cost_text(figures)]
+    left = [texts.left_text(figures), texts.cost_text(figures)]
     if figures.eta_seconds:
         end = time.localtime(view.now + figures.eta_seconds)
         is_today = end[:3] == time.localtime(view.now)[:3]
@@ -102,27 +87,27 @@ def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
     rate = [f"learning rate {status.learning_rate:.3g}"] if status.learning_rate is not None else []
     rate += [f"gradient norm {status.grad_norm:.3g}"] if status.grad_norm is not None else []
     mfu = "" if status.mfu is None else f"MFU {percent_text(status.mfu)}, planned {percent_text(plan.time.mfu)}"
-    parts = "" if hardware is None else step_parts_text(hardware)
+    parts = "" if hardware is None else texts.step_parts_text(hardware)
     is_beside = bool(parts) and height >= _TALL
     memory = ""
     if hardware is not None and hardware.memory is not None:
-        memory = rank_memory_text(hardware.memory, plan)
+        memory = texts.rank_memory_text(hardware.memory, plan)
     elif status.measured is not None:
-        memory = memory_text(status.measured)
+        memory = texts.memory_text(status.measured)
     return [
         ("left" if figures.eta_seconds else "cost", joined(left)),
-        ("last", measures_text(status)),
+        ("last", texts.measures_text(status)),
         ("", ", ".join(rate)),
-        ("sources", sources_text(status)),
-        ("step", joined([step_text(figures), mfu])),
+        ("sources", texts.sources_text(status)),
+        ("step", joined([texts.step_text(figures), mfu])),
         ("measured", parts),
-        ("planned", planned_parts_text(plan) if is_beside else ""),
+        ("planned", texts.planned_parts_text(plan) if is_beside else ""),
         ("slow", str(status.straggler or "")),
         ("start", str(status.starting or "")),
         ("idle", str(status.idle or "")),
         ("memory", memory),
-        ("GPU", gpu_text(hardware) if hardware is not None else ""),
-        ("goodput", goodput_text(status.goodput) if status.goodput is not None else ""),
+        ("GPU", texts.gpu_text(hardware) if hardware is not None else ""),
+        ("goodput", texts.goodput_text(status.goodput) if status.goodput is not None else ""),
         ("saved", _saved(view)),
         ("job", _job_text(view)),
     ]
@@ -130,7 +115,7 @@ def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
 
 def _saved(view: RunView) -> str:
     if not view.status.files_seen:
-        return NOT_SEEN
+        return texts.NOT_SEEN
     step, seconds = view.status.last_checkpoint_step, view.figures.measured_step_seconds
     parts, took = [], ""
     if step is not None:
@@ -147,7 +132,7 @@ def _saved(view: RunView) -> str:
         when = f" in {seconds_text(wait * seconds)}" if seconds is not None and wait > 0 else ""
         parts.append(f"next at step {following:,}{when}")
     if view.status.steps_lost_total:
-        parts.append(lost_text(view.status))
+        parts.append(texts.lost_text(view.status))
     return joined([*parts, took])
 
 
@@ -183,7 +168,13 @@ def show_change(view: RunView, before: RunView | None) -> None:
             line(console, finding_headline(finding))
     status, figures = view.status, view.figures
     why = status.why if status.state not in ("running", "finished") else ""
-    words = [progress_text(status), measures_text(status), left_text(figures), cost_text(figures), why]
+    words = [
+        texts.progress_text(status),
+        texts.measures_text(status),
+        texts.left_text(figures),
+        texts.cost_text(figures),
+        why,
+    ]
     when = time.strftime("%H:%M:%S", time.localtime(view.now))
     line(console, f"{when}  {status.state}  {'; '.join(word for word in words if word)}")
 

@@ -8,19 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from scaletrain_cli.launch.backends.kubernetes import messages
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
-from scaletrain_cli.launch.backends.kubernetes.messages import (
-    deactivation,
-    event_reason,
-    eviction,
-    exit_code_in,
-    is_final_refusal,
-    one_line,
-    preemption,
-    queue_wait,
-    reason,
-    unschedulable,
-)
+from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import PRIORITY_LABEL, QUEUE_LABEL
 from scaletrain_cli.launch.backends.kubernetes.observation import (
     Observation,
@@ -80,8 +70,8 @@ def _refused_child(seen: Observation) -> Iterator[StuckJob]:
     for event in reversed(seen.events):
         if event.get("reason") not in CHILD_REFUSED:
             continue
-        said = one_line(event.get("message"))
-        if is_final_refusal(said):
+        said = messages.one_line(event.get("message"))
+        if messages.is_final_refusal(said):
             yield StuckJob("child-refused", reason("child-refused", kind=CHILD_REFUSED[event["reason"]], said=said))
         return
 
@@ -202,7 +192,7 @@ def _exit_code(pods: Sequence[Object], said: str) -> int | None:
     bad = [code for code in codes if code]
     # All pods exit with the code of pod 0's decision, except those that were killed before.
     reported = [code for code in bad if code < 128] or bad
-    return reported[0] if reported else exit_code_in(said)
+    return reported[0] if reported else messages.exit_code_in(said)
 
 
 def exit_code_of_pod(pod: Object) -> int | None:
@@ -221,7 +211,7 @@ def failed_pod(pods: Sequence[Object]) -> tuple[Reason, ...]:
             step = message.end.step
             return (reason("pod-ended", **params) if step is None else reason("pod-ended-at", **params, step=step),)
         if ended.get("exitCode"):
-            lines = [one_line(line) for line in str(ended.get("message", "")).splitlines() if line.strip()]
+            lines = [messages.one_line(line) for line in str(ended.get("message", "")).splitlines() if line.strip()]
             # A program reports in the last line why it ended.
             why, said = ended.get("reason", ""), lines[-1][-_MOST_MESSAGE_CHARACTERS:] if lines else ""
             summary = str(ended["exitCode"]) + (f", {why}" if why not in ("", "Error") else "")
@@ -289,9 +279,9 @@ def _why_suspended(workload: Object, seen: Observation) -> Explanation:
     evicted = condition(queued, "Evicted")
     if queued.get("spec", {}).get("active") is False:
         event, said = (str(evicted.get("reason", "")), _reason_words(evicted)) if evicted is not None else ("", "")
-        return Explanation(deactivation(queued["metadata"]["name"], event, said))
+        return Explanation(messages.deactivation(queued["metadata"]["name"], event, said))
     waits = condition(queued, "QuotaReserved", status="False") or condition(queued, "Admitted", status="False")
-    wait = queue_wait(queue, _message(waits) if waits else "")
+    wait = messages.queue_wait(queue, _message(waits) if waits else "")
     if evicted is not None:
         again = queued.get("status", {}).get("requeueState", {}).get("requeueAt")
         later = (reason("requeued", time=again),) if again else ()
@@ -308,14 +298,14 @@ def _why_suspended(workload: Object, seen: Observation) -> Explanation:
 def _eviction(queued: Object, evicted: Object, lost: Reason | None) -> Reason:
     if evicted.get("reason") == "Preempted":
         why = condition(queued, "Preempted") or evicted
-        return preemption(_message(why) or str(why.get("reason", "")))
-    return eviction(str(evicted.get("reason", "")), _message(evicted), lost)
+        return messages.preemption(_message(why) or str(why.get("reason", "")))
+    return messages.eviction(str(evicted.get("reason", "")), _message(evicted), lost)
 
 
 def _why_pods_were_lost(seen: Observation) -> Reason | None:
     """Return why pods that Kueue removed did not become ready, from their events: an image before other reasons."""
     of_pods = [event for event in seen.events if event.get("involvedObject", {}).get("kind") == "Pod"]
-    found = [why for event in reversed(of_pods) if (why := event_reason(event)) is not None]
+    found = [why for event in reversed(of_pods) if (why := messages.event_reason(event)) is not None]
     return next(iter((*[why for why in found if why.code == "kubernetes.image-event"], *found)), None)
 
 
@@ -359,9 +349,9 @@ def why_pods_wait(pods: Sequence[Object], seen: Observation) -> tuple[Reason, ..
         if (scheduled := condition(pod, "PodScheduled", status="False")) is not None:
             if scheduled.get("reason") == "SchedulingGated":
                 return (reason("scheduling-gate", pod=pod["metadata"]["name"], said=_message(scheduled)),)
-            return (unschedulable(_message(scheduled)), *_group_wait(seen.group))
+            return (messages.unschedulable(_message(scheduled)), *_group_wait(seen.group))
     for event in reversed(seen.events):
-        why = event_reason(event) if event.get("type") == "Warning" else None
+        why = messages.event_reason(event) if event.get("type") == "Warning" else None
         if why is not None and why.code not in _BETTER_IN_PODS:
             return (why,)
     if pods:
@@ -390,7 +380,7 @@ def size_of(workload: Object) -> int:
 
 
 def _message(found: Object) -> str:
-    return one_line(found.get("message"))
+    return messages.one_line(found.get("message"))
 
 
 def _reason_words(found: Object) -> str:

@@ -6,22 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.kubernetes import api_kinds as kinds
+from scaletrain_cli.launch.backends.kubernetes import names
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED, dead_nodes
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing, reason
-from scaletrain_cli.launch.backends.kubernetes.names import (
-    DOCUMENTS_ANNOTATION,
-    QUEUE_LABEL,
-    REVISION_ANNOTATION,
-    RUN_ID_ANNOTATION,
-    Workload,
-    belongs_to,
-    parse_id,
-    submission_number,
-)
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, has_ended, is_ready
 from scaletrain_cli.launch.submission import undone_if_refused
 from scaletrain_cli.rundir.paths import RunDir
@@ -72,14 +63,14 @@ def stop_requested(
 
 def remove_leftovers(cluster: Cluster, ref: JobRef, record: RunRecord) -> None:
     """Delete ownerless objects that were created for a workload that the server did not accept."""
-    workload = Workload(record.run_id, submission_number(ref.job_id), backend=parse_id(ref.job_id)[0])
+    workload = names.Workload(record.run_id, names.submission_number(ref.job_id), backend=names.parse_id(ref.job_id)[0])
     left = [(kinds.CONFIG_MAP, workload.config_map)]
     left += [(kinds.RUNTIME, workload.name)] if workload.backend == "trainjob" else []
     left += [(kinds.NATIVE_POD_GROUP, workload.name)] if record.spec.cluster.kubernetes.native_gang != "none" else []
     for kind, name in left:
         with contextlib.suppress(SchedulerError):
             there = cluster.get(kind, ref.namespace, name)
-            if there is not None and belongs_to(there, record) and not there["metadata"].get("ownerReferences"):
+            if there is not None and names.belongs_to(there, record) and not there["metadata"].get("ownerReferences"):
                 cluster.delete(kind, ref.namespace, name, uid=there["metadata"]["uid"])
 
 
@@ -111,7 +102,7 @@ def _apply_workload(cluster: Cluster, workload: Object) -> Object:
     deadline = time.monotonic() + _RUNTIME_SECONDS
     while True:
         try:
-            queue = workload["metadata"].get("labels", {}).get(QUEUE_LABEL)
+            queue = workload["metadata"].get("labels", {}).get(names.QUEUE_LABEL)
             tried = queue is None or workload["kind"] != kinds.TRAIN_JOB.name  # those of other kinds: in the preflight
             if not tried and is_unmanaged(workload, cluster.apply(workload, dry_run=True)):
                 raise SchedulerError(reason("queue-without-kind", kind=workload["kind"], queue=queue))
@@ -127,7 +118,7 @@ def is_unmanaged(body: Object, answer: Object) -> bool:
 
     ``answer``: the server's version of it, in which Kueue's webhook has suspended it.
     """
-    in_queue = QUEUE_LABEL in body["metadata"].get("labels", {})
+    in_queue = names.QUEUE_LABEL in body["metadata"].get("labels", {})
     return in_queue and answer.get("spec", {}).get("suspend") is not True
 
 
@@ -172,20 +163,20 @@ def refuse_foreign(cluster: Cluster, found: Object, rendered: Manifest, record: 
     """Raise SchedulerError if the existing object belongs to another submission."""
     workload, metadata = rendered.workload, found["metadata"]
     name, marks = f"{found['kind']} {metadata['name']}", metadata.get("annotations", {})
-    if marks.get(RUN_ID_ANNOTATION) != workload.run_id:
-        other = marks.get(RUN_ID_ANNOTATION)
+    if marks.get(names.RUN_ID_ANNOTATION) != workload.run_id:
+        other = marks.get(names.RUN_ID_ANNOTATION)
         known = reason("object-of-other-run", where=cluster.where, object=name, owner=other)
         raise SchedulerError(known if other else reason("object-of-no-run", where=cluster.where, object=name))
     documents = cluster.get(kinds.CONFIG_MAP, metadata["namespace"], workload.config_map)
-    theirs = (documents or {}).get("metadata", {}).get("annotations", {}).get(DOCUMENTS_ANNOTATION)
-    ours = rendered.objects[0]["metadata"]["annotations"][DOCUMENTS_ANNOTATION]
-    if not belongs_to(found, record):
+    theirs = (documents or {}).get("metadata", {}).get("annotations", {}).get(names.DOCUMENTS_ANNOTATION)
+    ours = rendered.objects[0]["metadata"]["annotations"][names.DOCUMENTS_ANNOTATION]
+    if not names.belongs_to(found, record):
         since = metadata.get("creationTimestamp")
         params = {"where": cluster.where, "object": name, "since": since, "run": workload.run_id}
         raise SchedulerError(reason("object-of-same-id", **params))
     if metadata.get("deletionTimestamp"):
         raise SchedulerError(reason("object-deleting", where=cluster.where, object=name))
-    if marks.get(REVISION_ANNOTATION) != str(workload.revision) or (theirs is not None and theirs != ours):
+    if marks.get(names.REVISION_ANNOTATION) != str(workload.revision) or (theirs is not None and theirs != ours):
         params = {"where": cluster.where, "object": name, "run": workload.run_id}
         raise SchedulerError(reason("object-of-other-revision", **params))
 

@@ -25,24 +25,12 @@ from pathlib import PurePosixPath
 
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.base import VIEW_MODULE, JobNode, session_words, view_words
+from scaletrain_cli.launch.backends.kubernetes import names
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import JOB, POD, Object
 from scaletrain_cli.launch.backends.kubernetes.conditions import failed_pod, why_pods_wait
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.launch.backends.kubernetes.names import (
-    INSTANCE_LABEL,
-    NODE,
-    QUEUE_LABEL,
-    RECORD_ANNOTATION,
-    RUN_ID_ANNOTATION,
-    VIEW_LABEL,
-    VIEWER_ANNOTATION,
-    belongs_to,
-    own_labels,
-    record_mark,
-    run_label,
-)
 from scaletrain_cli.launch.backends.kubernetes.observation import (
     Observation,
     index_of,
@@ -75,7 +63,7 @@ def kubectl_exec(ref: JobRef, pod: str, words: Sequence[str]) -> tuple[str, ...]
     context = [] if ref.context is None else [f"--context={ref.context}"]
     return (
         *("kubectl", *context, f"--namespace={ref.namespace}", "exec", "--stdin", "--quiet"),
-        *(pod, f"--container={NODE}", "--", "python", *words),
+        *(pod, f"--container={names.NODE}", "--", "python", *words),
     )
 
 
@@ -149,9 +137,9 @@ def pod_for_view(
 def _pod_of_earlier_view(cluster: Cluster, ref: JobRef, record: RunRecord) -> str | None:
     """Return the name of a pod that runs for views of the run and will not end before another one begins, or None."""
     oldest = time.time() - SHARED_SECONDS
-    for pod in cluster.find(POD, ref.namespace, labels=f"{VIEW_LABEL}={run_label(record.run_id)}"):
+    for pod in cluster.find(POD, ref.namespace, labels=f"{names.VIEW_LABEL}={names.run_label(record.run_id)}"):
         is_young = unix_time(pod["metadata"]["creationTimestamp"]) > oldest
-        if is_young and belongs_to(pod, record) and is_running(pod) and reports(pod):
+        if is_young and names.belongs_to(pod, record) and is_running(pod) and reports(pod):
             return str(pod["metadata"]["name"])
     return None
 
@@ -160,18 +148,18 @@ def view_job(ref: JobRef, record: RunRecord, nodes: Sequence[str]) -> Object:
     """Return the Job of a view. ``nodes``: names of those that it is best placed on."""
     spec = record.spec
     name = f"{ref.name}-view-{secrets.token_hex(3)}"
-    labels = own_labels(name, VIEW_LABEL, record.run_id)
+    labels = names.own_labels(name, names.VIEW_LABEL, record.run_id)
     marks = {
-        RUN_ID_ANNOTATION: record.run_id,
-        RECORD_ANNOTATION: record_mark(record),
-        VIEWER_ANNOTATION: f"{user_name(os.getuid())}@{socket.gethostname()}",
+        names.RUN_ID_ANNOTATION: record.run_id,
+        names.RECORD_ANNOTATION: names.record_mark(record),
+        names.VIEWER_ANNOTATION: f"{user_name(os.getuid())}@{socket.gethostname()}",
     }
     queue = spec.cluster.kubernetes.preparation.queue
     words = ("python", *python_words(VIEW_MODULE), "--hold")
     metadata = {
         "name": name,
         "namespace": ref.namespace,
-        "labels": labels | ({} if queue is None else {QUEUE_LABEL: queue}),
+        "labels": labels | ({} if queue is None else {names.QUEUE_LABEL: queue}),
         "annotations": marks,
     }
     job = {
@@ -187,7 +175,7 @@ def _await_pod(cluster: Cluster, ref: JobRef, name: str) -> str:
     """Return the name of the pod once it runs. Raises SchedulerError with what keeps it from running."""
     began = time.monotonic()
     while True:
-        pods = cluster.find(POD, ref.namespace, labels=f"{INSTANCE_LABEL}={name}")
+        pods = cluster.find(POD, ref.namespace, labels=f"{names.INSTANCE_LABEL}={name}")
         for pod in pods:
             if is_running(pod):
                 return str(pod["metadata"]["name"])

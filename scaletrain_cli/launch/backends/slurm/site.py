@@ -13,28 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.launch.backends.slurm import tables
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
-from scaletrain_cli.launch.backends.slurm.tables import (
-    NODES,
-    QOS_COLUMNS,
-    Association,
-    Limit,
-    Node,
-    Partition,
-    QosRule,
-    Reservation,
-    gpus,
-    is_usable,
-    limits_of,
-    node_names,
-    nodes,
-    partitions,
-    read_associations,
-    read_qos_rules,
-    records,
-    reservations,
-    settings,
-)
+from scaletrain_cli.launch.backends.slurm.tables import Association, Limit, Node, Partition, QosRule
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.bad_nodes import Exclusion, exclusion, read_bad_nodes
 from scaletrain_cli.rundir.journal import read_events, record_event
@@ -54,7 +35,7 @@ class Site:
     config: Mapping[str, str]
     partitions: tuple[Partition, ...]
     nodes: tuple[Node, ...]
-    reservations: tuple[Reservation, ...] | None
+    reservations: tuple[tables.Reservation, ...] | None
     associations: tuple[Association, ...]
     qos_rules: tuple[QosRule, ...]
     account: str
@@ -110,7 +91,7 @@ def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     ``without``: names of variables that are removed from the environment of Slurm's commands.
     """
     user, slurm = user_name(), cluster.slurm
-    config = settings(call_slurm(["scontrol", "show", "config"], without=without).stdout)
+    config = tables.settings(call_slurm(["scontrol", "show", "config"], without=without).stdout)
 
     def query(command: Sequence[str]) -> str | None:
         """Return the output, or None if the command fails: a site may disable it."""
@@ -127,25 +108,25 @@ def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     rules: tuple[QosRule, ...] = ()
     limits: tuple[Limit, ...] = ()
     account, qos = slurm.account or "", slurm.qos or ""
-    there = partitions(output_of("scontrol", "--all", "-o", "show", "partition"))
+    there = tables.partitions(output_of("scontrol", "--all", "-o", "show", "partition"))
     if config.get("AccountingStorageType", "").endswith("slurmdbd"):
         mine = ["where", f"user={user}", f"cluster={config.get('ClusterName', '')}", "format=account,qos,defaultqos"]
-        associations = read_associations(output_of("sacctmgr", "-nP", "show", "associations", *mine))
-        rules = read_qos_rules(output_of("sacctmgr", "-nP", "show", "qos", f"format={QOS_COLUMNS}"))
+        associations = tables.read_associations(output_of("sacctmgr", "-nP", "show", "associations", *mine))
+        rules = tables.read_qos_rules(output_of("sacctmgr", "-nP", "show", "qos", f"format={tables.QOS_COLUMNS}"))
         account = account or output_of("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount").strip()
         qos = qos or _default_qos(associations, account)
         managed = output_of("scontrol", "-o", "show", "assoc_mgr", "flags=assoc,qos", f"users={user}")
         binding = binding_qos(rules, [partition.qos for partition in _chosen(there, cluster)], qos)
         factor = limit_factor(rules, binding)
-        limits = limits_of(managed, user=user, uid=os.getuid(), account=account, qos=binding, factor=factor)
+        limits = tables.limits_of(managed, user=user, uid=os.getuid(), account=account, qos=binding, factor=factor)
     reserved = query(["scontrol", "-o", "show", "reservation"])
     site = Site(
         user=user,
         now=time.time(),
         config=config,
         partitions=there,
-        nodes=nodes(output_of("sinfo", "--noheader", "--Node", "--all", f"--Format={NODES}")),
-        reservations=None if reserved is None else reservations(reserved),
+        nodes=tables.nodes(output_of("sinfo", "--noheader", "--Node", "--all", f"--Format={tables.NODES}")),
+        reservations=None if reserved is None else tables.reservations(reserved),
         associations=associations,
         qos_rules=rules,
         account=account,
@@ -301,8 +282,8 @@ def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
     slurm, given = spec.cluster.slurm, spec.cluster.node_range
     needed = (spec.cluster.nodes if given is None else given.min) + spec.cluster.spare_nodes
     try:
-        usable = usable_nodes(spec.cluster) - set(node_names(slurm.exclude or ""))
-        pinned = set(node_names(slurm.nodelist or ""))
+        usable = usable_nodes(spec.cluster) - set(tables.node_names(slurm.exclude or ""))
+        pinned = set(tables.node_names(slurm.nodelist or ""))
     except SchedulerError as error:
         spared = tuple(sorted(node.node for node in bad))
         return Exclusion(spared=spared, reason=error.reason or recorded(error.message))
@@ -334,7 +315,7 @@ def usable_nodes(cluster: ClusterSpec) -> set[str]:
     return {
         name
         for name, state, of, gres in rows
-        if is_usable(state) and (partition or of.endswith("*")) and has_gpus(cluster, gpus(gres))
+        if tables.is_usable(state) and (partition or of.endswith("*")) and has_gpus(cluster, tables.gpus(gres))
     }
 
 
@@ -382,7 +363,7 @@ def _cores_for_jobs(node: Node) -> int:
         shown = call_slurm(["scontrol", "--oneliner", "show", "node", node.name]).stdout
     except SchedulerError:
         return node.cpus
-    effective = next(records(shown), {}).get("CPUEfctv", "")  # since Slurm 22.05
+    effective = next(tables.records(shown), {}).get("CPUEfctv", "")  # since Slurm 22.05
     return int(effective) if effective.isdigit() else node.cpus
 
 
