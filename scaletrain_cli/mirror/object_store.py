@@ -55,7 +55,6 @@ class ObjectStore:
         return {file.path.removeprefix(f"{self.place}/"): Stored(file.size, file.etag) for file in files}
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small file; None if it is not there."""
         place = self._of(name)
 
         def get() -> bytes:
@@ -85,7 +84,6 @@ class ObjectStore:
         raise self._wrong(name)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a small file unless it is there; return whether this call did."""
         place = self._of(name)
         exceptions = require("obstore.exceptions", "remote")
 
@@ -126,7 +124,6 @@ class ObjectStore:
         raise self._wrong(name)
 
     def holds(self, name: str, stored: Stored, path: Path, digest: FileDigest) -> bool:
-        """Return whether a file that an earlier process has stored is the local one."""
         if stored.size != digest.size:
             return False
         part_bytes, md5s = _part_bytes(digest.size), list[bytes]()
@@ -136,7 +133,6 @@ class ObjectStore:
         return stored.etag.strip('"') == _etag(md5s, digest.size > part_bytes) or self._has(name, digest)
 
     def download(self, name: str, target: Path, digest: FileDigest, on_bytes: Any = lambda count: None) -> None:
-        """Write a file of the mirror to ``target`` and verify it; see transfer.download()."""
         file: RemoteFile | None = None
 
         def read(start: int, stop: int) -> bytes:
@@ -153,7 +149,6 @@ class ObjectStore:
         download(self._path(name), target, digest, read, on_bytes)
 
     def delete(self, name: str) -> None:
-        """Delete a file; nothing if it is not there."""
         place = self._of(name)
 
         def remove() -> None:

@@ -82,7 +82,6 @@ class FolderStore:
         return found
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small file; None if it is not there."""
         try:
             with open_to_read(self._folder / name) as file:
                 return file.read()
@@ -97,7 +96,6 @@ class FolderStore:
         sync_folder(path.parent)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a small file unless it is there; return whether this call did."""
         path = self._folder / name
         make_folder(path.parent)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -130,14 +128,11 @@ class FolderStore:
         sync_folder(target.parent)
 
     def holds(self, name: str, stored: Stored, path: Path, digest: FileDigest) -> bool:
-        """Return whether a file that an earlier process has stored is the one of the digest."""
         return stored.size == digest.size and file_digest(self._folder / name) == digest
 
     def download(
         self, name: str, target: Path, digest: FileDigest, on_bytes: Callable[[int], None] = lambda count: None
     ) -> None:
-        """Copy a file of the mirror to ``target`` and verify it; see transfer.download()."""
-
         def read(start: int, stop: int) -> bytes:
             with contextlib.suppress(FileNotFoundError), open_to_read(self._folder / name) as file:
                 if os.fstat(file.fileno()).st_size == digest.size:
@@ -161,13 +156,9 @@ class FolderStore:
 
 def _digest_on_disk(path: Path) -> FileDigest:
     """Return size and hash of a file, as far as possible from the disk and not from the page cache."""
-    with open_to_read(path) as file:
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        found = hashlib.sha256()
-        while block := file.read(1 << 20):
-            found.update(block)
-        return FileDigest(file.tell(), found.hexdigest())
+    with open_to_read(path) as file, contextlib.suppress(OSError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return file_digest(path)
 
 
 BLOCK_BYTES = 1 << 20
@@ -241,7 +232,7 @@ def download(
     ``read``: returns bytes ``start`` to ``stop - 1``. What an earlier call received is kept in ``NAME.part``; a file
     that is there and right is not read again. Raises MirrorError if the mirror has other bytes.
     """
-    if target.is_file() and _digest_of(target) == digest:
+    if target.is_file() and file_digest(target) == digest:
         on_bytes(digest.size)
         return
     make_folder(target.parent)
@@ -264,17 +255,9 @@ def download(
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        if _digest_of(part) == digest:
+        if file_digest(part) == digest:
             part.rename(target)
             return
         part.unlink()
         on_bytes(-received)
     raise MirrorError(Reason("mirror.damaged", {"file": name, "reads": _READS_OF_A_FILE}))
-
-
-def _digest_of(path: Path) -> FileDigest:
-    found = hashlib.sha256()
-    with open_to_read(path) as file:
-        while block := file.read(BLOCK_BYTES):
-            found.update(block)
-        return FileDigest(file.tell(), found.hexdigest())

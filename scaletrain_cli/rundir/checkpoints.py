@@ -239,7 +239,6 @@ def _file_hash(file: BinaryIO) -> str:
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # A file of the cache of the Hugging Face Hub is a link to one that is called by its hash.
 _HASH = re.compile(r"[0-9a-f]{64}")
-_STATE = "state.json"  # of a checkpoint
 
 Digests = Mapping[str, FileDigest]
 
@@ -289,9 +288,9 @@ def check_same_base(checkpoint: str, saved: Mapping[str, Any] | None, folder: Pa
 
 def read_base(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """Return the identity that a checkpoint recorded; None if it stores all weights itself. Raises OSError."""
-    if _STATE not in checkpoint.files:  # that of another program
+    if STATE_FILE not in checkpoint.files:  # that of another program
         return None
-    state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
+    state = json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8"))
     found: dict[str, Any] | None = state.get("base")
     return found
 
