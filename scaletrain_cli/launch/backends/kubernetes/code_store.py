@@ -15,16 +15,17 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, replace_file
 
 if TYPE_CHECKING:  # a pod imports this module before it can receive SIGTERM
-    from scaletrain_cli.rundir.record import CodeRecord, RunRecord
-    from scaletrain_cli.spec import RunSpec
+    from scaletrain_cli.rundir.record import RunRecord
 
 logger = logging.getLogger(__name__)
 
 
-def code_url(spec: RunSpec, code: CodeRecord) -> str | None:
-    """Return where the archive of a snapshot is kept; None without ``cluster.kubernetes.code_store``."""
-    store = spec.cluster.kubernetes.code_store
-    return None if store is None else f"{store.rstrip('/')}/{code.sha256}.tar.gz"
+def code_url(record: RunRecord) -> str | None:
+    """Return where the archive of the run's code is kept; None without a snapshot, or a store for it in the spec."""
+    code, store = record.code, record.spec.cluster.kubernetes.code_store
+    if code is None or record.spec.code.on_nodes is not None or store is None:
+        return None
+    return f"{store.rstrip('/')}/{code.sha256}.tar.gz"
 
 
 def upload_code(run: RunDir, record: RunRecord) -> str | None:
@@ -35,8 +36,7 @@ def upload_code(run: RunDir, record: RunRecord) -> str | None:
     """
     from scaletrain_cli.data.sources.places import PlaceError, find_file, read_all, write_file
 
-    code, spec = record.code, record.spec
-    url = None if code is None or spec.code.on_nodes is not None else code_url(spec, code)
+    code, url = record.code, code_url(record)
     if code is None or url is None:
         return None
     from scaletrain_cli.rundir.record import code_file
@@ -61,8 +61,8 @@ def fetch_code(run: RunDir, record: RunRecord) -> None:
     """
     from scaletrain_cli.data.sources.places import read_all
 
-    code, spec = record.code, record.spec
-    if code is None or spec.code.on_nodes is not None or (url := code_url(spec, code)) is None:
+    code, url = record.code, code_url(record)
+    if code is None or url is None:
         return
     from scaletrain_cli.rundir.record import code_file
 

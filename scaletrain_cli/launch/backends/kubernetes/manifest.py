@@ -3,7 +3,6 @@
 `documents` are the files of the run directory that the pods need, by name; they reach the pods in a ConfigMap.
 """
 
-import base64
 import hashlib
 import io
 import re
@@ -20,6 +19,7 @@ from scaletrain_cli.launch.backends.kubernetes.messages import problem, reason
 from scaletrain_cli.launch.backends.kubernetes.pod import pod_template
 from scaletrain_cli.launch.backends.kubernetes.pod_overrides import unknown_fields
 from scaletrain_cli.launch.backends.kubernetes.workloads import (
+    config_map,
     jobset,
     metadata_of,
     training_runtime,
@@ -279,14 +279,5 @@ def _config_map(spec: RunSpec, workload: names.Workload, documents: Mapping[str,
         with_code = reason("code-too-large", code_bytes=packed, **most)
         raise UsageError(with_code if packed else reason("record-too-large", **most))
     digest = hashlib.sha256(b"\0".join(name.encode() + b"\0" + contents[name] for name in sorted(contents))).hexdigest()
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            **metadata_of(spec, workload, annotations={names.DOCUMENTS_ANNOTATION: digest}),
-            "name": workload.config_map,
-        },
-        "immutable": True,
-        "data": texts,
-        **({"binaryData": {name: base64.b64encode(files[name]).decode() for name in files}} if files else {}),
-    }
+    metadata = metadata_of(spec, workload, annotations={names.DOCUMENTS_ANNOTATION: digest})
+    return config_map({**metadata, "name": workload.config_map}, texts, files)

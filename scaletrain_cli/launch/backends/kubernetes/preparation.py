@@ -29,6 +29,7 @@ from scaletrain_cli.launch.backends.kubernetes.objects import apply_owned, delet
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, condition, index_of, own_container
 from scaletrain_cli.launch.backends.kubernetes.pod import PREPARATION_DOCUMENT, preparation_template
 from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end
+from scaletrain_cli.launch.backends.kubernetes.workloads import config_map, on_codes
 from scaletrain_cli.launch.engine_process import EngineProcessError
 from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submission import undone_if_refused
@@ -56,7 +57,7 @@ _LINES_READ = 50
 _RETRIES = 3  # of each pod that was killed, as for its memory
 _BY_INDEX_SINCE = (1, 29)  # backoffLimitPerIndex is on by default
 # A retry does not help where the preparation itself ended with an error.
-_OWN_CODES = sorted({int(code) for code in ExitCode} - {int(ExitCode.DONE), int(ExitCode.PREEMPTED)})
+_OWN_CODES = frozenset(ExitCode) - {ExitCode.DONE, ExitCode.PREEMPTED}
 
 
 def preparation_objects(
@@ -79,45 +80,27 @@ def preparation_objects(
     marks = {names.RUN_ID_ANNOTATION: run_id, **annotations}
     metadata = {"namespace": kubernetes.used_namespace, "labels": labels, "annotations": marks}
     document = json.dumps({"spec": spec.model_dump(mode="json", by_alias=True), "hub": dict(hub)})
-    config_map = f"{name}-spec"
+    texts = config_map({"name": f"{name}-spec", **metadata}, {PREPARATION_DOCUMENT: document})
     ttl = kubernetes.ttl_seconds_after_finished
     queue = kubernetes.preparation.queue
     retries = {"backoffLimitPerIndex": _RETRIES} if by_index else {"backoffLimit": _RETRIES * tasks}
     job = {
-        "apiVersion": JOB.api_version,
-        "kind": JOB.name,
-        "metadata": {
-            "name": name,
-            **metadata,
-            "labels": labels | ({} if queue is None else {names.QUEUE_LABEL: queue}),
+        "completionMode": "Indexed",
+        "completions": tasks,
+        "parallelism": tasks,
+        **retries,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                on_codes(_OWN_CODES),
+            ]
         },
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": tasks,
-            "parallelism": tasks,
-            **retries,
-            "podReplacementPolicy": "Failed",
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                    {
-                        "action": "FailJob",
-                        "onExitCodes": {"containerName": names.NODE, "operator": "In", "values": _OWN_CODES},
-                    },
-                ]
-            },
-            **({} if ttl is None else {"ttlSecondsAfterFinished": math.ceil(ttl)}),
-            "template": preparation_template(spec, config_map, labels, marks),
-        },
+        **({} if ttl is None else {"ttlSecondsAfterFinished": math.ceil(ttl)}),
+        "template": preparation_template(spec, texts["metadata"]["name"], labels, marks),
     }
-    texts = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": config_map, **metadata},
-        "immutable": True,
-        "data": {PREPARATION_DOCUMENT: document},
-    }
-    return texts, job
+    of_job = {"name": name, **metadata, "labels": labels | ({} if queue is None else {names.QUEUE_LABEL: queue})}
+    return texts, JOB.object(of_job, job)
 
 
 def objects_of_run(

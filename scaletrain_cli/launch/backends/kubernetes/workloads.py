@@ -7,6 +7,7 @@ Volcano counts every restart of a job against maxRetry, evictions included, and 
 be preempted without limit, maxRetry has no limit either, and pod 0 counts the restarts.
 """
 
+import base64
 import copy
 import hashlib
 import math
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import JOB, JOB_SET, POD, RUNTIME, Object
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import CONFIG_MAP, JOB, JOB_SET, POD, RUNTIME, Object
 from scaletrain_cli.launch.backends.kubernetes.names import NODE, PRIORITY_LABEL, QUEUE_LABEL, Workload
 from scaletrain_cli.launch.backends.kubernetes.pod import exclusive_annotation
 from scaletrain_cli.spec import RunSpec
@@ -109,16 +110,18 @@ def _job_spec(spec: RunSpec, template: dict[str, Any]) -> dict[str, Any]:
             # In this order: an evicted pod may also have an exit code, but the eviction is the cause.
             "rules": [
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                _on_codes([int(code) for code in FINAL_CODES]),
-                _on_codes([int(ExitCode.PREEMPTED)]),
+                on_codes(FINAL_CODES),
+                on_codes([ExitCode.PREEMPTED]),
             ]
         },
         "template": template,
     }
 
 
-def _on_codes(codes: list[int]) -> dict[str, Any]:
-    return {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": sorted(codes)}}
+def on_codes(codes: Iterable[ExitCode]) -> dict[str, Any]:
+    """Return the rule of a Job that fails it at these exit codes of a pod."""
+    values = sorted(map(int, codes))
+    return {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": values}}
 
 
 # Trainer finds the replicated job with the training nodes by this label.
@@ -154,6 +157,13 @@ def metadata_of(
         "labels": {**workload.labels, **labels},
         "annotations": {**workload.annotations, **annotations},
     }
+
+
+def config_map(metadata: Object, texts: Mapping[str, str], files: Mapping[str, bytes] = {}) -> Object:
+    """Return a ConfigMap, which nothing can change."""
+    binary = {name: base64.b64encode(content).decode() for name, content in files.items()}
+    named: Object = {"apiVersion": CONFIG_MAP.api_version, "kind": CONFIG_MAP.name, "metadata": metadata}
+    return named | {"immutable": True, "data": dict(texts), **({"binaryData": binary} if binary else {})}
 
 
 _MODES = {"required": "hard", "preferred": "soft"}

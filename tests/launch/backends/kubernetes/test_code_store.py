@@ -80,7 +80,7 @@ def test_a_damaged_archive_of_the_same_size_is_replaced(
     made = large(*OPTIONS, f"cluster.kubernetes.code_store={STORE}")
     assert made.record.code is not None
     content = code_file(made.run, made.record.code, "tar.gz").read_bytes()
-    url = code_url(made.record.spec, made.record.code)
+    url = code_url(made.record)
     assert url is not None
     places.write_file(url, content[:-100] + bytes(100))
     upload_code(made.run, made.record)
@@ -97,7 +97,7 @@ def test_a_submission_uploads_the_code_before_it_creates_anything(
     submit_run(made.run, made.record, KubernetesBackend())
     (config_map,) = api.all("configmaps")
     assert "binaryData" not in config_map or not has_archive(config_map["binaryData"])
-    url = code_url(made.record.spec, made.record.code)
+    url = code_url(made.record)
     assert url is not None
     assert places.read_all(url) == code_file(made.run, made.record.code, "tar.gz").read_bytes()
 
@@ -127,7 +127,7 @@ def test_an_archive_that_was_changed_in_the_store_does_not_run(
 
     made = large(*OPTIONS, f"cluster.kubernetes.code_store={STORE}")
     assert made.record.code is not None
-    url = code_url(made.record.spec, made.record.code)
+    url = code_url(made.record)
     assert url is not None
     places.write_file(url, b"another archive")
     run = placed(made, tmp_path / "volume", tmp_path / "documents")
