@@ -86,7 +86,7 @@ def mirror(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = Fals
 def verify(
     run: RunName,
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=0, help="Verify only the checkpoint of this step.")
+        int | None, typer.Option(metavar="N", min=0, help="Verify only the checkpoint of this step.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -127,10 +127,10 @@ def export(
     output: Output,
     step: Annotated[
         int | None,
-        typer.Option("--step", metavar="N", min=0, help="Step to export (default: the latest valid checkpoint)."),
+        typer.Option(metavar="N", min=0, help="Step to export (default: the latest valid checkpoint)."),
     ] = None,
     dtype: Annotated[
-        _Dtype | None, typer.Option("--dtype", help="Data type of the exported weights (default: bf16; peft: fp32).")
+        _Dtype | None, typer.Option(help="Data type of the exported weights (default: bf16; peft: fp32).")
     ] = None,
     averaged: Annotated[
         bool, typer.Option("--averaged", help="Export the averaged weights (training.averaging).")
@@ -161,9 +161,7 @@ def export(
 def average(
     run: RunName,
     output: Output,
-    last: Annotated[
-        int, typer.Option("--last", metavar="N", min=2, help="Number of latest valid checkpoints to average.")
-    ] = 5,
+    last: Annotated[int, typer.Option(metavar="N", min=2, help="Number of latest valid checkpoints to average.")] = 5,
     steps: Annotated[
         list[int] | None,
         typer.Option("--step", metavar="N", min=0, help="Step to average, instead of the latest ones; repeatable."),
@@ -199,22 +197,20 @@ def sample(
     ],
     step: Annotated[
         int | None,
-        typer.Option("--step", metavar="N", min=0, help="Step to sample (default: the latest valid checkpoint)."),
+        typer.Option(metavar="N", min=0, help="Step to sample (default: the latest valid checkpoint)."),
     ] = None,
     averaged: Annotated[
         bool, typer.Option("--averaged", help="Sample the averaged weights (training.averaging).")
     ] = False,
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompts without a chat template; always so with causal_lm.")
     ] = False,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", min=1, help="Maximum number of tokens of an answer.")
-    ] = 256,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of tokens of an answer.")] = 256,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0.0, help="Sampling temperature; 0: likeliest tokens.")
+        float, typer.Option(metavar="T", min=0.0, help="Sampling temperature; 0: likeliest tokens.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
     trust_owner: TrustOwner = False,
     as_json: AsJson = False,
 ) -> None:
@@ -333,14 +329,11 @@ def prune(
     run: RunName,
     keep: Annotated[
         int | None,
-        typer.Option(
-            "--keep", metavar="N", min=1, help="Number of recent checkpoints to keep (default: checkpoint.keep)."
-        ),
+        typer.Option(metavar="N", min=1, help="Number of recent checkpoints to keep (default: checkpoint.keep)."),
     ] = None,
     keep_every: Annotated[
         int | None,
         typer.Option(
-            "--keep-every",
             metavar="M",
             min=1,
             help="Also keep steps that are multiples of M (default: checkpoint.keep_every).",

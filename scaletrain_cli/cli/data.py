@@ -37,7 +37,7 @@ def prepare(
     overrides: Overrides = None,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", metavar="N", min=1, help="Number of processes for text (default: the CPU cores)."),
+        typer.Option(metavar="N", min=1, help="Number of processes for text (default: the CPU cores)."),
     ] = None,
     submit: Annotated[
         bool,
@@ -114,29 +114,29 @@ def show(
     ],
     overrides: Overrides = None,
     row: Annotated[
-        int | None, typer.Option("--row", metavar="N", min=1, help="First row or image to show, counted from 1.")
+        int | None, typer.Option(metavar="N", min=1, help="First row or image to show, counted from 1.")
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=1, help="Show the samples of this training step.")
+        int | None, typer.Option(metavar="N", min=1, help="Show the samples of this training step.")
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option("--rank", metavar="R", min=0, help="Rank whose samples of the step to show (default: all)."),
+        typer.Option(metavar="R", min=0, help="Rank whose samples of the step to show (default: all)."),
     ] = None,
     micro_batch: Annotated[
         int | None,
-        typer.Option("--micro-batch", metavar="M", min=1, help="Micro-batch of the step to show (default: all)."),
+        typer.Option(metavar="M", min=1, help="Micro-batch of the step to show (default: all)."),
     ] = None,
-    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of rows or samples to show.")] = 3,
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of rows or samples to show.")] = 3,
     source: Annotated[
-        str | None, typer.Option("--source", metavar="NAME", help="Source of data.sources (default: the first one).")
+        str | None, typer.Option(metavar="NAME", help="Source of data.sources (default: the first one).")
     ] = None,
     validation: Annotated[
         bool, typer.Option("--validation", help="Show images of the validation split (default: training).")
     ] = False,
     png: Annotated[
         Path | None,
-        typer.Option("--png", metavar="FILE", help="Write the images as the model gets them to a PNG file."),
+        typer.Option(metavar="FILE", help="Write the images as the model gets them to a PNG file."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -204,9 +204,7 @@ def stats(
         ),
     ],
     overrides: Overrides = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the whole report as one HTML page.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the whole report as one HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the report of prepared data: documents and tokens after each step, and why documents were removed.

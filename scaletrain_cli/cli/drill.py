@@ -39,21 +39,21 @@ def command(
     list_kinds: Annotated[bool, typer.Option("--list", help="List the kinds of faults and exit.")] = False,
     spec: Annotated[
         Path | None,
-        typer.Option("--spec", metavar="SPEC", help="Spec to shorten and use (default: a model with 10 M parameters)."),
+        typer.Option(metavar="SPEC", help="Spec to shorten and use (default: a model with 10 M parameters)."),
     ] = None,
     overrides: Overrides = None,
     cluster: ClusterName = None,
     scheduler: Annotated[
-        str | None, typer.Option("--scheduler", metavar="NAME", help="Scheduler, e.g. slurm (default: as in the spec).")
+        str | None, typer.Option(metavar="NAME", help="Scheduler, e.g. slurm (default: as in the spec).")
     ] = None,
     nodes: Annotated[int | None, nodes_option("Number of nodes.")] = None,
     gpus_per_node: GpusPerNode = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="NAME", help="Accelerator name, or cpu.", autocompletion=complete_gpu)
+        str | None, typer.Option(metavar="NAME", help="Accelerator name, or cpu.", autocompletion=complete_gpu)
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Number of steps of each run.")] = 40,
+    steps: Annotated[int, typer.Option(metavar="N", help="Number of steps of each run.")] = 40,
     timeout: Annotated[
-        str, typer.Option("--timeout", metavar="TIME", help="Time limit for each run, including its time in the queue.")
+        str, typer.Option(metavar="TIME", help="Time limit for each run, including its time in the queue.")
     ] = "30m",
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep all run directories (default: keep those of failed drills).")

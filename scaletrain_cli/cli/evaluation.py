@@ -113,7 +113,7 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
 def show(
     run: RunName,
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=1, help="Step (default: the latest evaluated one).")
+        int | None, typer.Option(metavar="N", min=1, help="Step (default: the latest evaluated one).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

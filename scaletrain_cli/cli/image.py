@@ -48,18 +48,15 @@ def command(
     cuda: Annotated[
         str | None,
         typer.Option(
-            "--cuda",
             metavar="VERSION|auto",
             help="Base image with the compiler of this CUDA version; auto: that of the locked torch.",
         ),
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option("--base", metavar="IMAGE", help="Base image: Debian or Ubuntu with Python 3.10 or newer."),
+        typer.Option(metavar="IMAGE", help="Base image: Debian or Ubuntu with Python 3.10 or newer."),
     ] = None,
-    uid: Annotated[
-        int, typer.Option("--uid", metavar="N", help="User of the pods, as cluster.kubernetes.run_as_user.")
-    ] = 1000,
+    uid: Annotated[int, typer.Option(metavar="N", help="User of the pods, as cluster.kubernetes.run_as_user.")] = 1000,
     as_json: AsJson = False,
 ) -> None:
     """Write a Containerfile for the pods of runs, and show the commands that build and push it.

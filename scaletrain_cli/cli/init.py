@@ -46,33 +46,26 @@ def command(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="PATH", help="With --from: files of rows or text, or hf://datasets/ORG/NAME."),
+        typer.Option(metavar="PATH", help="With --from: files of rows or text, or hf://datasets/ORG/NAME."),
     ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="With --from: train a LoRA adapter.")] = False,
     preset: Annotated[
         str | None,
-        typer.Option(
-            "--preset", metavar="NAME", help="Model preset, e.g. llama-7b or gpt2.", autocompletion=complete_preset
-        ),
+        typer.Option(metavar="NAME", help="Model preset, e.g. llama-7b or gpt2.", autocompletion=complete_preset),
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            "--recipe", metavar="NAME", help="Copy a recipe that comes with ScaleTrain.", autocompletion=complete_recipe
-        ),
+        typer.Option(metavar="NAME", help="Copy a recipe that comes with ScaleTrain.", autocompletion=complete_recipe),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            "--gpu", metavar="NAME", help=f"Accelerator, e.g. {USUAL_GPU}, or cpu.", autocompletion=complete_gpu
-        ),
+        typer.Option(metavar="NAME", help=f"Accelerator, e.g. {USUAL_GPU}, or cpu.", autocompletion=complete_gpu),
     ] = None,
     gpus_per_node: GpusPerNode = None,
     nodes: Annotated[int | None, nodes_option("Number of nodes (default: the fewest that fit).")] = None,
     scheduler: Annotated[
         str | None,
         typer.Option(
-            "--scheduler",
             metavar="NAME",
             help="local, slurm, kubernetes or a plug-in (default: the one found on this machine).",
         ),
@@ -83,9 +76,7 @@ def command(
     listed: Annotated[bool, typer.Option("--list", help="List recipes, presets and accelerators, and exit.")] = False,
     files: Annotated[
         tuple[str, Path] | None,
-        typer.Option(
-            "--files", metavar="slurm|k8s DIR", help="Copy the files for cluster administrators to a new folder."
-        ),
+        typer.Option(metavar="slurm|k8s DIR", help="Copy the files for cluster administrators to a new folder."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -43,13 +43,10 @@ def command(
     limit: Annotated[
         int, typer.Option("--limit", "-n", metavar="N", min=0, help="Maximum number of runs to show; 0 shows all.")
     ] = 20,
-    sweep: Annotated[
-        str | None, typer.Option("--sweep", metavar="NAME", help="Show only the runs of this sweep.")
-    ] = None,
+    sweep: Annotated[str | None, typer.Option(metavar="NAME", help="Show only the runs of this sweep.")] = None,
     state: Annotated[
         list[str] | None,
         typer.Option(
-            "--state",
             metavar="STATE",
             help="Show only runs in this state, e.g. running; also active or over; repeatable.",
             autocompletion=complete_state,
@@ -58,7 +55,6 @@ def command(
     cluster: Annotated[
         str | None,
         typer.Option(
-            "--cluster",
             metavar="NAME",
             help="List the runs on the login node of this cluster of clusters.yaml.",
             autocompletion=complete_cluster,
@@ -66,9 +62,7 @@ def command(
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(
-            "--since", metavar="TIME", help="Show only runs that were submitted in the last TIME, e.g. 12h or 2d."
-        ),
+        typer.Option(metavar="TIME", help="Show only runs that were submitted in the last TIME, e.g. 12h or 2d."),
     ] = None,
     mine: Annotated[bool, typer.Option("--mine", help="Show only your own runs.")] = False,
     as_json: AsJson = False,

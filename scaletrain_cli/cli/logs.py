@@ -26,9 +26,9 @@ _LOOK_EVERY_SECONDS = 0.2
 def command(
     run: RunOrNewest = None,
     attempt: Annotated[
-        int | None, typer.Option("--attempt", metavar="N", min=1, help="Attempt to show (default: the last).")
+        int | None, typer.Option(metavar="N", min=1, help="Attempt to show (default: the last).")
     ] = None,
-    rank: Annotated[int | None, typer.Option("--rank", metavar="R", min=0, help="Rank to show (default: all).")] = None,
+    rank: Annotated[int | None, typer.Option(metavar="R", min=0, help="Rank to show (default: all).")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the output until the run ends, across attempts.")
     ] = False,

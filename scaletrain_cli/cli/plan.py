@@ -58,7 +58,6 @@ def command(
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            "--vary",
             metavar="KEY=A,B,C",
             help="Compare values of a key, e.g. layout.zero_stage=1,2,3; repeatable.",
             autocompletion=complete_setting,
@@ -66,37 +65,34 @@ def command(
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain step by step how the layout was chosen.")] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write a figure of the plan: FILE.html, .svg or .png.")
+        Path | None, typer.Option(metavar="FILE", help="Write a figure of the plan: FILE.html, .svg or .png.")
     ] = None,
     objective: Annotated[
         Literal["time", "cost", "gpus"] | None,
-        typer.Option("--objective", help="Choose the number of GPUs by shortest time, lowest cost, or fewest GPUs."),
+        typer.Option(help="Choose the number of GPUs by shortest time, lowest cost, or fewest GPUs."),
     ] = None,
     max_gpus: Annotated[
         int | None,
-        typer.Option("--max-gpus", metavar="N", min=1, help="Maximum number of GPUs (default: as in the spec)."),
+        typer.Option(metavar="N", min=1, help="Maximum number of GPUs (default: as in the spec)."),
     ] = None,
-    deadline: Annotated[
-        str | None, typer.Option("--deadline", metavar="TIME", help="Maximum training time, e.g. 30d.")
-    ] = None,
+    deadline: Annotated[str | None, typer.Option(metavar="TIME", help="Maximum training time, e.g. 30d.")] = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="USD", help="Maximum cost in US dollars, e.g. 50000 or 50k.")
+        str | None, typer.Option(metavar="USD", help="Maximum cost in US dollars, e.g. 50000 or 50k.")
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs for a model of the hub (default: 8)."),
+        typer.Option(metavar="N", min=1, help="Number of GPUs for a model of the hub (default: 8)."),
     ] = None,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
-            "--gpu",
             metavar="NAME",
             help="GPU to consider instead of the spec's; repeatable.",
             autocompletion=complete_gpu,
         ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Simulate the run on a recorded spot-market trace.")
+        Path | None, typer.Option(metavar="FILE", help="Simulate the run on a recorded spot-market trace.")
     ] = None,
     live_prices: Annotated[
         bool,
@@ -105,7 +101,6 @@ def command(
     calibrate: Annotated[
         list[str] | None,
         typer.Option(
-            "--calibrate",
             metavar="RUN",
             help="Keep the measured step time of a run for this and later plans; repeatable.",
             autocompletion=complete_run,

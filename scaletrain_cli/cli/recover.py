@@ -27,9 +27,7 @@ def command(
     ] = None,
     every: Annotated[
         str | None,
-        typer.Option(
-            "--every", metavar="TIME", help="Look again after this time, until Ctrl-C; for cron, leave it out."
-        ),
+        typer.Option(metavar="TIME", help="Look again after this time, until Ctrl-C; for cron, leave it out."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -36,16 +36,14 @@ def command(
     spec: SpecPath,
     overrides: Overrides = None,
     cluster: ClusterName = None,
-    items: Annotated[str, typer.Option("--items", metavar="A,B", help="Items to rehearse (default: all).")] = "",
-    skip: Annotated[str, typer.Option("--skip", metavar="A,B", help="Items to leave out.")] = "",
+    items: Annotated[str, typer.Option(metavar="A,B", help="Items to rehearse (default: all).")] = "",
+    skip: Annotated[str, typer.Option(metavar="A,B", help="Items to leave out.")] = "",
     nodes: Annotated[int | None, nodes_option("Number of nodes (default: as few as hold one replica).")] = None,
-    budget: Annotated[
-        str, typer.Option("--budget", metavar="TIME", help="Time for the items that train, together.")
-    ] = "100s",
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Time for the items that train, together.")] = "100s",
     timeout: JobTimeout = "30m",
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Write the curve of the range test as PNG, SVG or PDF."),
+        typer.Option(metavar="FILE", help="Write the curve of the range test as PNG, SVG or PDF."),
     ] = None,
     yes: Yes = False,
     as_json: AsJson = False,

@@ -22,7 +22,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the page to this file.")
     ] = None,
-    sweep: Annotated[str | None, typer.Option("--sweep", metavar="NAME", help="Report the runs of this sweep.")] = None,
+    sweep: Annotated[str | None, typer.Option(metavar="NAME", help="Report the runs of this sweep.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a report of runs as one HTML page without outside references: -o FILE.

@@ -40,7 +40,6 @@ def command(
     from_mirror: Annotated[
         str | None,
         typer.Option(
-            "--from-mirror",
             metavar="URL",
             help="Continue the run RUN here from its mirror, as in checkpoint.mirror; its newest checkpoint and its "
             "history are downloaded to the runs root.",
@@ -48,9 +47,7 @@ def command(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            "--cluster", metavar="NAME", help="Continue on another cluster of clusters.yaml; --set overrides it."
-        ),
+        typer.Option(metavar="NAME", help="Continue on another cluster of clusters.yaml; --set overrides it."),
     ] = None,
     take_over: Annotated[
         bool,
@@ -69,16 +66,13 @@ def command(
     branch: Annotated[
         str | None,
         typer.Option(
-            "--branch",
             metavar="NEW_ID",
             help="Continue a checkpoint of RUN as a new run with this id; RUN, which may be active, stays as it is.",
         ),
     ] = None,
     at: Annotated[
         int | None,
-        typer.Option(
-            "--at", metavar="STEP", min=1, help="With --branch: the step of the checkpoint; default: the latest one."
-        ),
+        typer.Option(metavar="STEP", min=1, help="With --branch: the step of the checkpoint; default: the latest one."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the rendered job without changing or submitting anything.")

@@ -35,7 +35,7 @@ def command(
     ] = None,
     wait: Annotated[
         str | None,
-        typer.Option("--wait", metavar="TIME", help="Wait until the run has ended, at most this long, e.g. 30m."),
+        typer.Option(metavar="TIME", help="Wait until the run has ended, at most this long, e.g. 30m."),
     ] = None,
     resume: Annotated[
         bool,
@@ -50,7 +50,6 @@ def command(
     scheduler: Annotated[
         str | None,
         typer.Option(
-            "--scheduler",
             metavar="NAME",
             help="With --cluster: slurm, kubernetes or local (default: from clusters.yaml, or detected).",
         ),

@@ -53,7 +53,6 @@ def command(
     run_id: Annotated[
         str | None,
         typer.Option(
-            "--run-id",
             metavar="ID",
             help="Run id to use; submitting the same spec again under the same id has no effect.",
         ),
@@ -63,7 +62,7 @@ def command(
     ] = False,
     output: Annotated[
         Literal["script", "yaml", "json"] | None,
-        typer.Option("--output", help="Like --dry-run, in this format: script (Slurm), yaml (Kubernetes) or json."),
+        typer.Option(help="Like --dry-run, in this format: script (Slurm), yaml (Kubernetes) or json."),
     ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="First run a short job that checks the nodes against the plan (Slurm).")
@@ -74,7 +73,6 @@ def command(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            "--sweep",
             metavar="KEY=A,B",
             help="Submit one run per value, e.g. training.optimizer.lr=1e-4,3e-4; repeat for all combinations.",
             autocompletion=complete_setting,
@@ -82,7 +80,7 @@ def command(
     ] = None,
     max_concurrent: Annotated[
         int | None,
-        typer.Option("--max-concurrent", metavar="N", min=1, help="Maximum number of concurrent sweep runs."),
+        typer.Option(metavar="N", min=1, help="Maximum number of concurrent sweep runs."),
     ] = None,
     array: Annotated[
         bool, typer.Option("--array", help="With --sweep: submit all runs as one job array (Slurm).")
@@ -90,7 +88,6 @@ def command(
     idle_timeout: Annotated[
         str | None,
         typer.Option(
-            "--idle-timeout",
             metavar="TIME",
             help="End the run, its state saved, once it has done nothing for this time, e.g. 30m: "
             "cluster.idle_timeout.",

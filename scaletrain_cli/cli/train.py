@@ -32,7 +32,7 @@ _LINE_EVERY_SECONDS = 10.0  # of the step, where no status line is drawn
 def command(
     spec: SpecPath,
     overrides: Overrides = None,
-    run_id: Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Run id to use.")] = None,
+    run_id: Annotated[str | None, typer.Option(metavar="ID", help="Run id to use.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train on this machine and wait until the run ends. The exit code is that of the run.
