@@ -436,10 +436,7 @@ def own_address(environment: Mapping[str, str], nodes: Sequence[str]) -> str:
 
 def _node_addresses(names: Sequence[str]) -> Iterator[str]:
     """Yield the addresses at which slurmctld reaches these nodes; none if Slurm does not answer."""
-    if names:
-        with contextlib.suppress(SchedulerError):
-            shown = call_slurm(["scontrol", "--oneliner", "show", "node", ",".join(names)]).stdout
-            yield from (node["NodeAddr"] for node in records(shown) if "NodeAddr" in node)
+    yield from (node["NodeAddr"] for node in shown_nodes(names) if "NodeAddr" in node)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def test_the_rendezvous_is_at_the_address_of_the_route_to_another_node(
     """The names of a cloud node may resolve on the node itself only, or to 127.0.1.1."""
     monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost,n2")
     shown = SimpleNamespace(stdout="NodeName=n2 NodeAddr=10.9.9.2 NodeHostName=n2\n")
-    monkeypatch.setattr(job, "call_slurm", lambda command: shown)
+    monkeypatch.setattr(job, "call_slurm", lambda command, seconds: shown)
     monkeypatch.setattr(job, "route_address", routes.get)
     assert say(made, "begin") == 0
     assert capfd.readouterr().out.split()[:2] == ["1", address]
