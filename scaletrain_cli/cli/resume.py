@@ -27,6 +27,8 @@ from scaletrain_cli.ui.json import print_json
 
 if TYPE_CHECKING:
     from scaletrain_cli.api import Run
+    from scaletrain_cli.launch.prepared_submission import PreparedSubmission
+    from scaletrain_cli.mirror.restore import FoundRun
     from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
@@ -98,6 +100,8 @@ def command(
     With --from-mirror the run moves here from its mirror, with its id, history and data order, and its former place
     stops; with --cluster it continues on another cluster, with a new plan.
     """
+    from scaletrain_cli.api import find_run, prepare_branch, prepare_resume
+
     sizes = {"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
     given = [*(overrides or ()), *(f"{key}={size}" for key, size in sizes.items() if size is not None)]
     if at is not None and branch is None:
@@ -109,14 +113,21 @@ def command(
         others = {"--from-mirror": from_mirror, "--take-over": take_over, "--from-scratch": from_scratch}
         if wrong := [option for option, value in others.items() if value]:
             raise UsageError(f"--branch cannot be combined with {', '.join(wrong)}. Remove one of them.")
-        _branch(run, branch, at, cluster, given, new_code, trust_owner, dry_run, prepare, yes=yes, as_json=as_json)
+        source = find_run(run)
+        given = _on_cluster(source.directory, cluster, given)
+        prepared_branch = prepare_branch(
+            source, branch, given, step=at, new_code=new_code, trust_owner=trust_owner, dry_run=dry_run
+        )
+        _submit_branch(prepared_branch, branch, prepare, dry_run=dry_run, yes=yes, as_json=as_json)
         return
-    from scaletrain_cli.api import find_run, prepare_resume
     from scaletrain_cli.cli.submit import useful_commands
     from scaletrain_cli.ui.submission import resume_json, show_before_resuming, show_changes, show_resize, show_resume
 
     if from_mirror is not None:
-        moved = _move(run, from_mirror, cluster, given, take_over, dry_run=dry_run, yes=yes, as_json=as_json)
+        from scaletrain_cli.launch.resume_elsewhere import find_to_move
+
+        there = find_to_move(from_mirror, run, take_over=take_over)
+        moved = _move(there, run, cluster, given, dry_run=dry_run, yes=yes, as_json=as_json)
         if moved is None:
             return
         found, yes = moved, True
@@ -172,30 +183,13 @@ def _on_cluster(run: RunDir, cluster: str | None, overrides: list[str]) -> list[
     return [*cluster_overrides(run, cluster), *overrides]
 
 
-def _branch(
-    run: str,
-    run_id: str,
-    step: int | None,
-    cluster: str | None,
-    overrides: list[str],
-    new_code: bool,
-    trust_owner: bool,
-    dry_run: bool,
-    prepare: str,
-    *,
-    yes: bool,
-    as_json: bool,
+def _submit_branch(
+    prepared: PreparedSubmission, run_id: str, prepare: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     """Submit a new run that continues a checkpoint of another one, after the confirmation."""
-    from scaletrain_cli.api import find_run, prepare_branch
     from scaletrain_cli.cli.submit import checked, print_submitted
     from scaletrain_cli.ui.submission import branch_json, show_resize
 
-    found = find_run(run)
-    overrides = _on_cluster(found.directory, cluster, overrides)
-    prepared = prepare_branch(
-        found, run_id, overrides, step=step, new_code=new_code, trust_owner=trust_owner, dry_run=dry_run
-    )
     assert prepared.branch is not None
     assert prepared.resize is not None
     point = prepared.branch.point
@@ -222,23 +216,14 @@ def _branch(
 
 
 def _move(
-    run: str,
-    mirror: str,
-    cluster: str | None,
-    overrides: list[str],
-    take_over: bool,
-    *,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
+    found: FoundRun, run: str, cluster: str | None, overrides: list[str], *, dry_run: bool, yes: bool, as_json: bool
 ) -> Run | None:
     """Bring a run here from its mirror, after the confirmation; return None after a dry run, which writes nothing."""
     from scaletrain_cli.api import Run
     from scaletrain_cli.launch.replan import replan
-    from scaletrain_cli.launch.resume_elsewhere import find_to_move, move_here
+    from scaletrain_cli.launch.resume_elsewhere import move_here
     from scaletrain_cli.ui.checkpoints import BytesLine
 
-    found = find_to_move(mirror, run, take_over=take_over)
     step, owner = found.folders[0].step if found.folders else None, found.owner
     ago = seconds_text(max(0.0, time.time() - found.activity.time))
     state = "ended" if found.activity.released else "last active"
