@@ -92,7 +92,7 @@ def verify(
 ) -> None:
     """Read a run's checkpoints and compare the hash of every file. Prints one line per problem, with the file name."""
     from scaletrain_cli.rundir.checkpoints import take_inventory, verify_files
-    from scaletrain_cli.ui.checkpoints import BytesLine
+    from scaletrain_cli.ui.live import BytesLine
 
     _, record, folder = _own_run(run, True, "verify")  # reads only
     entries = take_inventory(folder)

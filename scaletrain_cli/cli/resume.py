@@ -222,7 +222,7 @@ def _move(
     from scaletrain_cli.api import Run
     from scaletrain_cli.launch.replan import replan
     from scaletrain_cli.launch.resume_elsewhere import move_here
-    from scaletrain_cli.ui.checkpoints import BytesLine
+    from scaletrain_cli.ui.live import BytesLine
 
     step, owner = found.folders[0].step if found.folders else None, found.owner
     ago = seconds_text(max(0.0, time.time() - found.activity.time))

@@ -1,16 +1,15 @@
-"""The screens of `checkpoint` and `evaluation`: tables by step, one evaluation, and the progress of verification."""
+"""The screens of `checkpoint` and `evaluation`: tables by step, and one evaluation."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from scaletrain_cli.rundir.checkpoints import Entry
 from scaletrain_cli.rundir.evaluations import Evaluation, Validation
 from scaletrain_cli.text import bytes_text, seconds_text, whole_text
-from scaletrain_cli.ui.console import escaped_text, show, stderr_console, stdout_console, titled_table
+from scaletrain_cli.ui.console import escaped_text, show, stdout_console, titled_table
 
 _TITLES = ("step", "age", "size", "ranks", "clean", "attempt", "")
 _MIRRORED = "mirrored"
@@ -55,46 +54,6 @@ def entry_json(entry: Entry, mirrored: Collection[int] | None = None) -> dict[st
         "attempt": checkpoint.attempt if checkpoint else None,
         "mirrored": None if mirrored is None else checkpoint is not None and entry.step in mirrored,
     }
-
-
-class BytesLine:
-    """A context manager with a progress line on stderr; it is off if stderr is not a terminal."""
-
-    def __init__(self, total_bytes: int = 0) -> None:
-        console = stderr_console()
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[amount]}", markup=False),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self.total_bytes = total_bytes
-        self._task = self._progress.add_task("", total=total_bytes or None, amount="")
-        self._read = 0
-
-    def __enter__(self) -> "BytesLine":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def begin(self, name: str) -> None:
-        """Show the checkpoint that is being read."""
-        self._progress.update(self._task, description=name)
-
-    def advance(self, name: str, size: int) -> None:
-        """Add the size of a file that has been read."""
-        self._read += size
-        self.show(self._read, self.total_bytes)
-
-    def show(self, done: int, total: int) -> None:
-        """Show a number of bytes, of all of them, as of a download."""
-        self.total_bytes = total
-        amount = f"{bytes_text(done)} of {bytes_text(total)}"
-        self._progress.update(self._task, completed=done, total=total, amount=amount)
 
 
 _MOST_COLUMNS = 8
