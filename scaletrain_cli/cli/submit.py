@@ -208,7 +208,6 @@ def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> Reh
 
 
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:
-    """Print the rendered job."""
     from scaletrain_cli.launch.submit import in_format
 
     if output is None:  # a manifest may be for another machine

@@ -46,7 +46,6 @@ class Decision:
 
     @classmethod
     def because(cls, requeue: bool, exit_code: int, reason: Reason, *, left_to_scheduler: bool = False) -> Decision:
-        """Return the decision with its reason."""
         return cls(requeue, exit_code, str(reason), left_to_scheduler, **reason.to_document())
 
     @property

@@ -447,7 +447,6 @@ class _Forwarding:
             self._session.link.send_number(Kind.OPEN, channel, remote)
 
     def act(self, frame: Frame) -> None:
-        """Act on a frame of the node."""
         if frame.kind in (Kind.READY, Kind.REFUSED):
             with self._lock:
                 end = self._opening.pop(frame.channel, None)

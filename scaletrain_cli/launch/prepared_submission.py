@@ -76,7 +76,6 @@ class SubmittedRun:
 
     @classmethod
     def of(cls, made: CreatedRun, submission: Submission) -> SubmittedRun:
-        """Return the run with its submission."""
         return cls(made.run, submission.scheduler, submission.job_id, made.created)
 
 

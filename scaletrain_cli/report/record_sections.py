@@ -249,7 +249,6 @@ def _diff_lines(changed: Sequence[Mapping[str, Any]]) -> str:
 
 
 def events_section(run: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the events."""
     rows = run["events"]["rows"]
     if rows:
         body = table(

@@ -63,7 +63,6 @@ class MirrorState:
 
 
 def mirror_file(run: RunDir) -> Path:
-    """Return the path of the state file."""
     return run.path / "mirror.json"
 
 

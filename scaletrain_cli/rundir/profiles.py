@@ -126,7 +126,6 @@ class Profile:
 
 
 def profile_folder(run: RunDir, attempt: int, first_step: int) -> Path:
-    """Return the folder of a profile."""
     return run.attempt(attempt) / "profile" / f"step-{first_step:08d}"
 
 

@@ -61,7 +61,6 @@ def no_findings_text(diagnosis: Diagnosis) -> str:
 
 
 def finding_headline(finding: Finding) -> Text:
-    """Return the severity and the text of a finding."""
     head = Text.assemble((finding.severity, _STYLES[finding.severity]), " ")
     return head.append_text(escaped_text(str(finding.reason)))
 

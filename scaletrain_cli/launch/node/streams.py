@@ -316,7 +316,6 @@ class Connections:
             found.close()
 
     def close(self) -> None:
-        """Close all connections."""
         with self._lock:
             left = list(self._by_channel.values())
         for connection in left:

@@ -49,7 +49,6 @@ class Identity:
 
     @classmethod
     def of(cls, record: RunRecord) -> "Identity":
-        """Return the identity of a run by its record."""
         return cls(record.created, record.wandb_run_id, record.revision)
 
 

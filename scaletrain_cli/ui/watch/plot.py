@@ -260,7 +260,6 @@ class _Canvas:
         self.dot(across, down, style)
 
     def rows(self) -> list[Text]:
-        """Return the drawn rows."""
         out = []
         for dots, characters, styles in zip(self._dots, self._characters, self._styles, strict=True):
             text = Text()

@@ -30,7 +30,6 @@ class Kind:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def object(self, metadata: Object, spec: Object) -> Object:
-        """Return an object of this kind."""
         return {"apiVersion": self.api_version, "kind": self.name, "metadata": metadata, "spec": spec}
 
     @property

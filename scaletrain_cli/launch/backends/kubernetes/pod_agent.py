@@ -324,7 +324,6 @@ def _decide_on_restart(
 
 
 def _end_of(attempt: AttemptRecord, code: int) -> PodEnd:
-    """Return the end of a pod whose attempt has ended."""
     params = {"attempt": attempt.number, "exit_code": attempt.exit_code, "end": attempt.why}
     decided = attempt.decision is not None
     if attempt.decision is not None:

@@ -75,7 +75,6 @@ def require_one_array(specs: Sequence[RunSpec]) -> None:
 
 
 def array_script(plan: ArrayPlan) -> str:
-    """Return the batch script of the array."""
     lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _options(plan)), ""]
     lines += ["# Task N runs the batch script of run N, whose output is in its run directory.", "runs=("]
     lines += [f"    {shlex.quote(str(run.path))}" for run, _ in plan.runs]

@@ -16,7 +16,6 @@ _RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING")
 
 
 def make_view(site: Site, queue: str) -> ClusterView:
-    """Return the view of this site and queue."""
     rows = [line.split("|", 9) for line in queue.splitlines() if line.count("|") >= 9]
     others = [row for row in rows if row[1] != site.user]
     down = [f"{node.name} {node.state}" for node in site.nodes if not node.is_usable]
