@@ -89,16 +89,20 @@ def read_driver(nvml: Any) -> NodeHealth | None:
 
 
 def visible_gpus(health: NodeHealth, environment: Mapping[str, str]) -> tuple[GpuHealth, ...]:
-    """Return the GPUs that a process with this environment may use: CUDA_VISIBLE_DEVICES has indices or UUIDs."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return health.gpus
-    chosen = [word.strip() for word in visible.split(",")]
-    return tuple(
-        gpu
-        for gpu in health.gpus
-        if any(word == str(gpu.index) or (word and gpu.uuid.startswith(word)) for word in chosen)
-    )
+    """Return the GPUs that a process with this environment may use."""
+    return tuple(gpu for gpu in health.gpus if visible_place(gpu.index, gpu.uuid, environment) is not None)
+
+
+def visible_place(index: int, uuid: str, environment: Mapping[str, str]) -> int | None:
+    """Return the place of a GPU among those that a process with this environment may use; None if it may not.
+
+    CUDA_VISIBLE_DEVICES has indices or UUIDs.
+    """
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is None:
+        return index
+    words = [word.strip() for word in visible.split(",")]
+    places = (at for at, word in enumerate(words) if word == str(index) or (word and uuid.startswith(word)))
+    return next(places, None)
 
 
 def gpu_problems(health: NodeHealth, gpus: Sequence[GpuHealth], needed_bytes: int) -> Iterator[Reason]:

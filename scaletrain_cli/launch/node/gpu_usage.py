@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from scaletrain_cli.launch.node.gpu_health import GpuHealth, NodeHealth, visible_gpus
+from scaletrain_cli.launch.node.gpu_health import visible_place
 from scaletrain_cli.launch.node.processes import die_with_parent
 
 T = TypeVar("T")
@@ -39,24 +39,16 @@ class GpuSampler:
     ) -> None:
         self._nvml, self._clock = nvml, clock
         nvml.nvmlInit()
-        found = []
+        places, gpus = {}, []
         for index in range(nvml.nvmlDeviceGetCount()):
             device = self._read(nvml.nvmlDeviceGetHandleByIndex, index)
             if device is not None:
                 uuid = str(self._read(nvml.nvmlDeviceGetUUID, device) or "")
-                found.append((GpuHealth(index, uuid, ""), device))
-        visible = visible_gpus(NodeHealth(gpus=tuple(gpu for gpu, _ in found)), environment)
-        words = [word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-
-        def order(gpu: GpuHealth) -> int:
-            named = (
-                at for at, word in enumerate(words) if word == str(gpu.index) or (word and gpu.uuid.startswith(word))
-            )
-            return next(named, len(words))
-
-        chosen = sorted(visible, key=order)[:count]
-        self._gpus = [_Gpu(nvml, gpu.index, device) for gpu, device in found if gpu in chosen]
-        self._gpus = [gpu for gpu in self._gpus if not gpu.is_divided()]
+                if (place := visible_place(index, uuid, environment)) is not None:
+                    places[index] = place
+                    gpus.append(_Gpu(nvml, index, device))
+        chosen = sorted(places, key=lambda index: places[index])[:count]
+        self._gpus = [gpu for gpu in gpus if gpu.index in chosen and not gpu.is_divided()]
         self._slow_read = -SLOW_SECONDS
 
     def _read(self, call: Callable[..., T], *arguments: Any) -> T | None:

@@ -233,46 +233,35 @@ def probe_node(folder: str, token: str) -> NodeFacts:
 
 def probe_problems(spec: RunSpec, plan: RunPlan, nodes: Sequence[NodeFacts]) -> tuple[Problem, ...]:
     """Return every problem that keeps these nodes from running the plan."""
-    cluster, found = spec.cluster, []
-    for node in nodes:
-        if cluster.gpu != "cpu" and node.gpus < cluster.gpus_per_node:
-            gpus = f"{counted(node.gpus, 'GPU')} ({node.gpus_source})"
-            what = f"{gpus}, but the plan needs {cluster.gpus_per_node} per node."
-            found.append(_problem(node, what))
-        needed = cluster.slurm.memory_per_node
-        if needed is not None and node.memory_bytes < needed:
-            found.append(
-                _problem(
-                    node, f"has {bytes_text(node.memory_bytes)} of memory; memory_per_node is {bytes_text(needed)}."
-                )
-            )
-        if node.folder_problem:
-            found.append(_problem(node, node.folder_problem, "Set $SCALETRAIN_RUNS to a folder that all nodes share."))
-        elif spec.checkpoint.dir == "auto" and node.free_bytes < plan.durability.checkpoint_bytes:
-            size = plan.durability.checkpoint_bytes
-            found.append(
-                _problem(
-                    node,
-                    f"{bytes_text(node.free_bytes)} are free in the runs root; a checkpoint takes {bytes_text(size)}.",
-                )
-            )
-        missing = [name for name in NEEDED_PACKAGES if name not in node.packages]
-        if missing:
-            hint = f"Run {install_command('train')}, in an environment that the nodes share."
-            found.append(_problem(node, f"{', '.join(missing)} not installed for Python {node.python}.", hint))
-    return (*found, *_differences(nodes))
+    return (*(each for node in nodes for each in _problems_of_facts(spec, plan, node)), *_differences(nodes))
 
 
-def _differences(nodes: Sequence[NodeFacts]) -> list[Problem]:
-    """Return the packages whose versions differ between nodes."""
-    found = []
+def _problems_of_facts(spec: RunSpec, plan: RunPlan, node: NodeFacts) -> Iterator[Problem]:
+    cluster, needed, size = spec.cluster, spec.cluster.slurm.memory_per_node, plan.durability.checkpoint_bytes
+    if cluster.gpu != "cpu" and node.gpus < cluster.gpus_per_node:
+        gpus = f"{counted(node.gpus, 'GPU')} ({node.gpus_source})"
+        yield _problem(node, f"{gpus}, but the plan needs {cluster.gpus_per_node} per node.")
+    if needed is not None and node.memory_bytes < needed:
+        yield _problem(node, f"has {bytes_text(node.memory_bytes)} of memory; memory_per_node is {bytes_text(needed)}.")
+    if node.folder_problem:
+        yield _problem(node, node.folder_problem, "Set $SCALETRAIN_RUNS to a folder that all nodes share.")
+    elif spec.checkpoint.dir == "auto" and node.free_bytes < size:
+        free = bytes_text(node.free_bytes)
+        yield _problem(node, f"{free} are free in the runs root; a checkpoint takes {bytes_text(size)}.")
+    missing = [name for name in NEEDED_PACKAGES if name not in node.packages]
+    if missing:
+        hint = f"Run {install_command('train')}, in an environment that the nodes share."
+        yield _problem(node, f"{', '.join(missing)} not installed for Python {node.python}.", hint)
+
+
+def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
+    """Yield the packages whose versions differ between nodes."""
     for name in NEEDED_PACKAGES:
         first = next((node for node in nodes if name in node.packages), None)
         for node in nodes:
             if first is not None and node.packages.get(name, first.packages[name]) != first.packages[name]:
                 what = f"has {name} {node.packages[name]}, but {first.hostname} has {first.packages[name]}."
-                found.append(_problem(node, what, "All ranks need the same version."))
-    return found
+                yield _problem(node, what, "All ranks need the same version.")
 
 
 def _problem(node: NodeFacts, message: str, hint: str | None = None) -> Problem:
