@@ -28,7 +28,6 @@ from scaletrain_cli.ui.json import print_json
 if TYPE_CHECKING:
     from scaletrain_cli.api import Run
     from scaletrain_cli.launch.prepared_submission import PreparedSubmission
-    from scaletrain_cli.mirror.restore import FoundRun
     from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
@@ -124,10 +123,7 @@ def command(
     from scaletrain_cli.ui.submission import resume_json, show_before_resuming, show_changes, show_resize, show_resume
 
     if from_mirror is not None:
-        from scaletrain_cli.launch.resume_elsewhere import find_to_move
-
-        there = find_to_move(from_mirror, run, take_over=take_over)
-        moved = _move(there, run, cluster, given, dry_run=dry_run, yes=yes, as_json=as_json)
+        moved = _move(run, from_mirror, cluster, given, take_over, dry_run=dry_run, yes=yes, as_json=as_json)
         if moved is None:
             return
         found, yes = moved, True
@@ -216,14 +212,23 @@ def _submit_branch(
 
 
 def _move(
-    found: FoundRun, run: str, cluster: str | None, overrides: list[str], *, dry_run: bool, yes: bool, as_json: bool
+    run: str,
+    mirror: str,
+    cluster: str | None,
+    overrides: list[str],
+    take_over: bool,
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
 ) -> Run | None:
     """Bring a run here from its mirror, after the confirmation; return None after a dry run, which writes nothing."""
     from scaletrain_cli.api import Run
     from scaletrain_cli.launch.replan import replan
-    from scaletrain_cli.launch.resume_elsewhere import move_here
+    from scaletrain_cli.launch.resume_elsewhere import find_to_move, move_here
     from scaletrain_cli.ui.live import BytesLine
 
+    found = find_to_move(mirror, run, take_over=take_over)
     step, owner = found.folders[0].step if found.folders else None, found.owner
     ago = seconds_text(max(0.0, time.time() - found.activity.time))
     state = "ended" if found.activity.released else "last active"

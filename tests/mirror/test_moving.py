@@ -215,8 +215,7 @@ def test_the_command_shows_the_step_that_was_restored_and_what_was_passed_over(
     shown: list[str] = []
     monkeypatch.setattr("scaletrain_cli.cli.resume.say", shown.append)
     monkeypatch.setattr("scaletrain_cli.cli.resume.warn", shown.append)
-    there = find_to_move(mirrored.to, "moving", take_over=True)
-    moved = resume_command._move(there, "moving", None, [], dry_run=False, yes=True, as_json=False)
+    moved = resume_command._move("moving", mirrored.to, None, [], True, dry_run=False, yes=True, as_json=False)
     assert moved is not None
     found, passed_over, received = shown
     assert "up to step 20" in found
