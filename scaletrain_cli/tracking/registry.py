@@ -4,13 +4,21 @@ A package outside this project adds ``[project.entry-points."scaletrain.trackers
 """
 
 import functools
+import importlib
 from typing import Any
 
 from scaletrain_cli.plugins import TRACKERS, plugins
 from scaletrain_cli.text import listed
 from scaletrain_cli.tracking.base import Tracker, TrackerOptions
 
-BUILT_IN = ("jsonl", "mlflow", "prometheus", "tensorboard", "wandb")
+# The classes of the built-in trackers, in the modules of these names; jsonl is none.
+_CLASSES = {
+    "mlflow": "MlflowTracker",
+    "prometheus": "PrometheusTracker",
+    "tensorboard": "TensorboardTracker",
+    "wandb": "WandbTracker",
+}
+BUILT_IN = ("jsonl", *_CLASSES)
 
 
 def tracker_names() -> list[str]:
@@ -29,23 +37,10 @@ def options_model(name: str) -> type[TrackerOptions]:
 
 def tracker_class(name: str) -> type[Tracker[Any]]:
     """Return the class of a tracker. Raises LookupError for an unknown name, and PluginError."""
-    if name == "mlflow":
-        from scaletrain_cli.tracking.mlflow import MlflowTracker
-
-        return MlflowTracker
-    if name == "prometheus":
-        from scaletrain_cli.tracking.prometheus import PrometheusTracker
-
-        return PrometheusTracker
-    if name == "tensorboard":
-        from scaletrain_cli.tracking.tensorboard import TensorboardTracker
-
-        return TensorboardTracker
-    if name == "wandb":
-        from scaletrain_cli.tracking.wandb import WandbTracker
-
-        return WandbTracker
-    return _from_package(name)
+    if name not in _CLASSES:
+        return _from_package(name)
+    found: type[Tracker[Any]] = getattr(importlib.import_module(f"scaletrain_cli.tracking.{name}"), _CLASSES[name])
+    return found
 
 
 @functools.cache
