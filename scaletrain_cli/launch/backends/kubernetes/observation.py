@@ -8,19 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from scaletrain_cli.launch.backends.kubernetes import api_kinds as kinds
+from scaletrain_cli.launch.backends.kubernetes import names
 from scaletrain_cli.launch.backends.kubernetes.api import ForbiddenError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
-from scaletrain_cli.launch.backends.kubernetes.names import (
-    INSTANCE_LABEL,
-    QUEUE_LABEL,
-    RECORD_ANNOTATION,
-    RUN_LABEL,
-    belongs_to,
-    record_mark,
-    run_label,
-    submission_number,
-)
-from scaletrain_cli.launch.backends.kubernetes.names import NODE as CONTAINER
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.backends.kubernetes.api import Cluster
@@ -58,14 +48,14 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
     found = workloads_of(cluster, kinds.BACKENDS[backend], namespace, record)
     workload = next((one for one in found if one["metadata"]["name"] == name), None)
     others = tuple(one for one in found if one is not workload)
-    instance = f"{INSTANCE_LABEL}={name}"
+    instance = f"{names.INSTANCE_LABEL}={name}"
     jobset = _allowed(lambda: cluster.get(kinds.JOB_SET, namespace, name)) if backend == "trainjob" else None
-    if jobset is not None and not belongs_to(jobset, record):
+    if jobset is not None and not names.belongs_to(jobset, record):
         jobset = None
     if workload is None:
-        pods = cluster.find(kinds.POD, namespace, labels=f"{RUN_LABEL}={run_label(record.run_id)}")
-        marks = [(pod["metadata"].get("annotations") or {}).get(RECORD_ANNOTATION, "") for pod in pods]
-        pods = [pod for pod, mark in zip(pods, marks, strict=True) if mark in ("", record_mark(record))]
+        pods = cluster.find(kinds.POD, namespace, labels=f"{names.RUN_LABEL}={names.run_label(record.run_id)}")
+        marks = [(pod["metadata"].get("annotations") or {}).get(names.RECORD_ANNOTATION, "") for pod in pods]
+        pods = [pod for pod, mark in zip(pods, marks, strict=True) if mark in ("", names.record_mark(record))]
         active = tuple(pod for pod in pods if not has_ended(pod))
         nodes, known = _nodes_in_question(cluster, active)
         return Observation(None, active, nodes=nodes, nodes_known=known, jobset=jobset, others=others)
@@ -75,7 +65,7 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
     jobs = [] if is_volcano else _allowed(lambda: cluster.find(kinds.JOB, namespace, labels=instance)) or []
     queued: Object | None = None
     queue_known = True
-    if QUEUE_LABEL in workload["metadata"].get("labels", {}):
+    if names.QUEUE_LABEL in workload["metadata"].get("labels", {}):
         owner = f"{_OWNER_LABEL}={workload['metadata'].get('uid', '')}"
         queues = _allowed(lambda: cluster.find(kinds.WORKLOAD, namespace, labels=owner))
         queued, queue_known = owned_by(workload, queues or []), queues is not None
@@ -98,10 +88,10 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
 
 def workloads_of(cluster: Cluster, kind: Kind, namespace: str, record: RunRecord) -> list[Object]:
     """Return this run's workloads of one kind, the newest first, also those that are not recorded here."""
-    found = cluster.find(kind, namespace, labels=f"{RUN_LABEL}={run_label(record.run_id)}")
-    own = [one for one in found if belongs_to(one, record) and not _is_trainers(one)]
+    found = cluster.find(kind, namespace, labels=f"{names.RUN_LABEL}={names.run_label(record.run_id)}")
+    own = [one for one in found if names.belongs_to(one, record) and not _is_trainers(one)]
     named = [{"apiVersion": kind.api_version, "kind": kind.name, **one} for one in own]  # list items may lack both
-    return sorted(named, key=lambda one: submission_number(one["metadata"]["name"]), reverse=True)
+    return sorted(named, key=lambda one: names.submission_number(one["metadata"]["name"]), reverse=True)
 
 
 def _is_trainers(item: Object) -> bool:
@@ -120,7 +110,7 @@ def index_of(pod: Object) -> int:
 def own_container(pod: Object) -> Object:
     """Return the status of the training container; a service mesh may have added others."""
     containers = pod.get("status", {}).get("containerStatuses", ())
-    return next((container for container in containers if container.get("name") == CONTAINER), {})
+    return next((container for container in containers if container.get("name") == names.NODE), {})
 
 
 def reports(pod: Object) -> bool:
@@ -156,11 +146,11 @@ def _events(
     waiting = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") == "Pending"]
     if pods and not waiting:
         return []
-    names = [name, *(job["metadata"]["name"] for job in jobs)] if not pods else []
-    names += [pod["metadata"]["name"] for pod in waiting[:_MOST_PODS_QUERIED]]
-    found = [event for each in names for event in cluster.events(namespace, each)]
+    asked = [name, *(job["metadata"]["name"] for job in jobs)] if not pods else []
+    asked += [pod["metadata"]["name"] for pod in waiting[:_MOST_PODS_QUERIED]]
+    found = [event for each in asked for event in cluster.events(namespace, each)]
     if of_lost_pods:
-        start = f"{name}-{CONTAINER}-"
+        start = f"{name}-{names.NODE}-"
         of_pods = cluster.find(kinds.EVENT, namespace, fields="involvedObject.kind=Pod,type=Warning")
         found += [event for event in of_pods if str(event.get("involvedObject", {}).get("name", "")).startswith(start)]
     return found
@@ -168,7 +158,7 @@ def _events(
 
 def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[Object, ...], bool]:
     """Return the nodes of pods that are starting, ending or not ready, and whether the user may read nodes."""
-    names = {
+    chosen = {
         pod["spec"]["nodeName"]
         for pod in pods
         if pod.get("spec", {}).get("nodeName")
@@ -180,11 +170,11 @@ def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[
     }
 
     def send() -> list[Object]:
-        if len(names) > _MOST_NODES_QUERIED:
-            return [node for node in cluster.find(kinds.NODE, "") if node["metadata"]["name"] in names]
-        return [node for name in sorted(names) if (node := cluster.get(kinds.NODE, "", name)) is not None]
+        if len(chosen) > _MOST_NODES_QUERIED:
+            return [node for node in cluster.find(kinds.NODE, "") if node["metadata"]["name"] in chosen]
+        return [node for name in sorted(chosen) if (node := cluster.get(kinds.NODE, "", name)) is not None]
 
-    found = _allowed(send) if names else []
+    found = _allowed(send) if chosen else []
     return tuple(found or ()), found is not None
 
 
