@@ -7,19 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import (
-    AsJson,
-    GpusPerNode,
-    Overrides,
-    Prepare,
-    RunOrNewest,
-    TrustOwner,
-    Yes,
-    as_choice,
-    confirm,
-    nodes_option,
-    run_to_change,
-)
+from scaletrain_cli.cli import options
+from scaletrain_cli.cli.options import AsJson, GpusPerNode, Overrides, Prepare, RunOrNewest, TrustOwner, Yes
 from scaletrain_cli.errors import ExitCode, UsageError, sentences
 from scaletrain_cli.text import bytes_text, seconds_text, visible
 from scaletrain_cli.ui.console import document, say, suggest, warn
@@ -35,7 +24,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIB
 
 def command(
     run: RunOrNewest = None,
-    nodes: Annotated[int | None, nodes_option("Number of nodes to resume on.")] = None,
+    nodes: Annotated[int | None, options.nodes_option("Number of nodes to resume on.")] = None,
     gpus_per_node: GpusPerNode = None,
     overrides: Overrides = None,
     from_mirror: Annotated[
@@ -107,7 +96,7 @@ def command(
         raise UsageError("--at requires --branch NEW_ID. A resume continues from the latest valid checkpoint.")
     if from_mirror is not None and run is None:
         raise UsageError("--from-mirror requires RUN, the id of the run in the mirror.")
-    run = run_to_change(run, yes or dry_run)
+    run = options.run_to_change(run, yes or dry_run)
     if branch is not None:
         others = {"--from-mirror": from_mirror, "--take-over": take_over, "--from-scratch": from_scratch}
         if wrong := [option for option, value in others.items() if value]:
@@ -160,8 +149,8 @@ def command(
         warn(sentences(warning))
     if not as_json:  # a change that is not part of the job text is in the table above
         show_before_resuming(summary, changed or None if resize is not None and resize.changes else changed)
-    confirm(f"Resume {found.run_id}?", yes)
-    done = prepared.submit(as_choice(prepare), say)
+    options.confirm(f"Resume {found.run_id}?", yes)
+    done = prepared.submit(options.as_choice(prepare), say)
     if as_json:
         print_json(details | summary.to_json() | {"scheduler": done.scheduler, "job_id": done.job_id})
         return
@@ -206,8 +195,8 @@ def _submit_branch(
         print_submitted(prepared.create_and_submit(), details, as_json, before=True)
         return
     summary = checked(prepared, run_id, as_json)
-    confirm(f"Submit to {prepared.backend.name}?", yes)
-    done = prepared.create_and_submit(prepare=as_choice(prepare), on_preparation=say)
+    options.confirm(f"Submit to {prepared.backend.name}?", yes)
+    done = prepared.create_and_submit(prepare=options.as_choice(prepare), on_preparation=say)
     print_submitted(done, details | summary.to_json(), as_json)
 
 
@@ -239,7 +228,7 @@ def _move(
             active = {"last_active": found.activity.time, "released": found.activity.released}
             print_json({"run_id": run, "mirror": found.place, "step": step, "owner": place, **active})
         return None
-    confirm("Move it here and resume?", yes)
+    options.confirm("Move it here and resume?", yes)
 
     def check(draft: RunDir) -> None:
         """Plan the run for its new place, before it is claimed."""

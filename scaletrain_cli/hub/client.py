@@ -17,18 +17,8 @@ from typing import Any
 
 from scaletrain_cli.errors import MissingPackageError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.hub.cache import (
-    FOLDER_MODE,
-    HubFile,
-    HubSettings,
-    Listing,
-    cached_commit,
-    cached_listing,
-    differing_hash,
-    keep_commit,
-    keep_listing,
-    missing_files,
-)
+from scaletrain_cli.hub import cache
+from scaletrain_cli.hub.cache import HubFile, HubSettings, Listing
 from scaletrain_cli.hub.reference import HubError, HubReference, is_commit
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import locked, make_folder, open_to_append, process_umask
@@ -72,8 +62,8 @@ def resolve(reference: HubReference, settings: HubSettings, commit: str | None =
 
 
 def _resolve(reference: HubReference, settings: HubSettings) -> Listing:
-    commit = cached_commit(settings, reference)
-    cached = None if commit is None else cached_listing(settings, reference, commit)
+    commit = cache.cached_commit(settings, reference)
+    cached = None if commit is None else cache.cached_listing(settings, reference, commit)
     if cached is not None and (settings.offline or (reference.is_pinned and cached.from_hub)):
         return cached
     if settings.offline:
@@ -85,8 +75,8 @@ def _resolve(reference: HubReference, settings: HubSettings) -> Listing:
             return cached
         raise
     with contextlib.suppress(OSError):  # a cache that cannot be written: asked again next time
-        keep_listing(settings, listing)
-        keep_commit(settings, reference, listing.commit, fetched=False)
+        cache.keep_listing(settings, listing)
+        cache.keep_commit(settings, reference, listing.commit, fetched=False)
     return listing
 
 
@@ -155,18 +145,18 @@ def read_small_file(listing: Listing, file: HubFile, settings: HubSettings) -> P
         require_online(listing, (file,), settings)
         download(listing, file, settings)
         with contextlib.suppress(OSError):
-            keep_listing(settings, listing, (file,))
+            cache.keep_listing(settings, listing, (file,))
     return settings.snapshot(listing.reference, listing.commit) / file.path
 
 
 def files_to_fetch(listing: Listing, files: tuple[HubFile, ...], settings: HubSettings) -> list[HubFile]:
     """Return the files that the cache lacks; those that another program has fetched are verified and noted."""
-    missing = missing_files(settings, listing, files)
+    missing = cache.missing_files(settings, listing, files)
     folder = settings.snapshot(listing.reference, listing.commit)
     found = tuple(file for file in missing if _is_whole(folder / file.path, file))
     if found:
         with contextlib.suppress(OSError):  # a cache that cannot be written: verified again next time
-            keep_listing(settings, listing, found)
+            cache.keep_listing(settings, listing, found)
     return [file for file in missing if file not in found]
 
 
@@ -176,7 +166,7 @@ def _is_whole(path: Path, file: HubFile) -> bool:
         size = path.stat().st_size
     except OSError:
         return False
-    return (file.size is None or size == file.size) and differing_hash(path, file) is None
+    return (file.size is None or size == file.size) and cache.differing_hash(path, file) is None
 
 
 def require_online(listing: Listing, files: tuple[HubFile, ...], settings: HubSettings) -> None:
@@ -287,7 +277,7 @@ def download(
     blob = settings.repo_folder(listing.reference) / "blobs" / name.replace("/", "--")
     target = settings.snapshot(listing.reference, listing.commit) / file.path
     for folder in (blob.parent, target.parent):
-        make_folder(folder, mode=FOLDER_MODE)
+        make_folder(folder, mode=cache.FOLDER_MODE)
     if _is_whole(target, file):  # fetched by another program
         return
     target.unlink(missing_ok=True)
@@ -318,7 +308,7 @@ def _fill(
             part = part.with_name(f"{part.name}.{os.getpid()}")  # of another process, whose lock was given up
         for number in range(1, _DOWNLOADS + 1):
             _receive(listing, file, settings, part, on_bytes)
-            if (algorithm := differing_hash(part, file)) is None:
+            if (algorithm := cache.differing_hash(part, file)) is None:
                 break
             part.unlink()
             if number == _DOWNLOADS:

@@ -11,21 +11,11 @@ from dataclasses import dataclass
 
 from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
+from scaletrain_cli.launch.backends.slurm import tables
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm, proxies_with_password
 from scaletrain_cli.launch.backends.slurm.script import cores_per_node, sbatch_options
 from scaletrain_cli.launch.backends.slurm.site import Site, gpus_for, preemption_notes, type_of_accelerator, types_of
-from scaletrain_cli.launch.backends.slurm.tables import (
-    AT_LEAST,
-    GPU,
-    PER_NODE,
-    Limit,
-    Node,
-    Partition,
-    amounts_of_gres,
-    fit,
-    moment,
-    node_names,
-)
+from scaletrain_cli.launch.backends.slurm.tables import Limit, Node, Partition
 from scaletrain_cli.launch.shared_folder import unshared_notes
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import runs_root
@@ -88,7 +78,7 @@ def read_estimate(lines: Sequence[str], now: float, *, hidden_reservations: bool
     rest = []
     for line in lines:
         match = _ESTIMATE.search(line)
-        at = moment(match["at"]) if match is not None else None
+        at = tables.moment(match["at"]) if match is not None else None
         if match is None or at is None:
             rest.append(line)
             continue
@@ -141,8 +131,9 @@ def too_small(spec: RunSpec, node: Node) -> Iterator[str]:
             yield "cluster.gpus_per_node"
     if node.cpus and (cores_per_node(spec) or 0) > node.cpus:
         yield "cluster.cpus_per_gpu"
+    there = tables.amounts_of_gres(node.gres)
     for index, wanted in enumerate(slurm.gres):
-        if any(amount > amounts_of_gres(node.gres).get(name, 0) for name, amount in amounts_of_gres(wanted).items()):
+        if any(amount > there.get(name, 0) for name, amount in tables.amounts_of_gres(wanted).items()):
             yield f"cluster.slurm.gres.{index}"
     if node.memory_mib and (slurm.memory_per_node or 0) > node.memory_mib * 2**20:
         yield "cluster.slurm.memory_per_node"
@@ -302,8 +293,8 @@ class _SiteCheck:
         """Yield a problem if the partition has too few such nodes in any state; note the number of unusable ones."""
         cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
         here = [node for node in self.site.nodes if partition.name in node.partitions]
-        excluded = set(node_names(slurm.exclude or ""))
-        pinned = set(node_names(slurm.nodelist or ""))
+        excluded = set(tables.node_names(slurm.exclude or ""))
+        pinned = set(tables.node_names(slurm.nodelist or ""))
         if here and pinned - {node.name for node in here}:
             others: dict[str, object] = {
                 "nodes": sorted(pinned - {node.name for node in here}),
@@ -339,7 +330,7 @@ class _SiteCheck:
         if not is_known or slurm.gres_type is not None or slurm.constraint is not None:
             return
         names = {partition.name for partition in partitions}
-        excluded, pinned = set(node_names(slurm.exclude or "")), set(node_names(slurm.nodelist or ""))
+        excluded, pinned = set(tables.node_names(slurm.exclude or "")), set(tables.node_names(slurm.nodelist or ""))
         offered = [node for node in self.site.nodes if names & node.partitions and node.name not in excluded]
         if len(pinned) >= cluster.nodes:  # Slurm gives all nodes of the list
             offered = [node for node in offered if node.name in pinned]
@@ -362,14 +353,14 @@ class _SiteCheck:
             return
         request: dict[str, float] = {"node": cluster.nodes}
         if cluster.gpu != "cpu" and slurm.gpu_request != "none":
-            request[GPU] = cluster.nodes * cluster.gpus_per_node
+            request[tables.GPU] = cluster.nodes * cluster.gpus_per_node
             if slurm.gres_type is not None:
-                request[f"{GPU}:{slurm.gres_type}"] = request[GPU]
+                request[f"{tables.GPU}:{slurm.gres_type}"] = request[tables.GPU]
         if (cores := cores_per_node(self.spec)) is not None:
             request["cpu"] = cluster.nodes * cores
         if slurm.memory_per_node is not None:
             request["mem"] = cluster.nodes * slurm.memory_per_node / 2**20
-        found = fit(self.site.limits, request, slurm.time, cluster.nodes)
+        found = tables.fit(self.site.limits, request, slurm.time, cluster.nodes)
         for limit in found.never:
             yield self._beyond(limit, request)
         for limit in found.busy:
@@ -379,7 +370,7 @@ class _SiteCheck:
 
     def _beyond(self, limit: Limit, request: dict[str, float]) -> Problem:
         params = _limit_params(limit)
-        if limit.kind == AT_LEAST:
+        if limit.kind == tables.AT_LEAST:
             given = f"{request[limit.resource]:g} {limit.in_words} over all nodes"
             return self._problem("cluster.nodes", "below-least-request", given, **params)
         if limit.resource == "seconds":
@@ -388,7 +379,7 @@ class _SiteCheck:
             return self._problem("cluster.slurm.time", "beyond-wall-time", given, **params)
         keys = {"mem": "cluster.slurm.memory_per_node", "cpu": "cluster.cpus_per_gpu"}
         given = f"{request.get(limit.resource, 1):g} {limit.in_words} over all nodes"
-        code = "per-node" if limit.kind == PER_NODE else "per-job" if limit.used is None else "at-once"
+        code = "per-node" if limit.kind == tables.PER_NODE else "per-job" if limit.used is None else "at-once"
         return self._problem(keys.get(limit.resource, "cluster.nodes"), f"beyond-quota-{code}", given, **params)
 
     def _reservation(self, notes: list[Reason]) -> Iterator[Problem]:
