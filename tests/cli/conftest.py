@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.backends.local.backend import LocalBackend, run_in_foreground
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from tests.cli.command_line import PROJECT
 from tests.cli.prepared_runs import STATES, living_process, prepare
 from tests.launch.conftest import ENGINE, forked_jobs, no_preparation
@@ -34,7 +34,6 @@ def stand_in_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def replace_engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(LocalBackend.__init__, "__defaults__", (ENGINE,))
-    monkeypatch.setitem(run_in_foreground.__kwdefaults__, "engine", ENGINE)
     inherited = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), *([inherited] if inherited else [])]))
     monkeypatch.chdir(folder)

@@ -62,7 +62,7 @@ def start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
     monkeypatch.setattr("scaletrain_cli.launch.short_jobs.run_preflight", refuse)
-    monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.run_in_foreground", refuse)
+    monkeypatch.setattr(LocalBackend, "run_in_foreground", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.engine_process.run_engine_command", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.drill.run_drill", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.profile.await_profile", refuse)

@@ -175,9 +175,7 @@ class LocalBackend(Backend):
         return shlex.join(supervisor_command(run, self.engine)) + "\n"
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
-        log = run.path / "supervisor.log"
-        log_bytes = log.stat().st_size if log.exists() else 0
-        pid = _spawn(supervisor_command(run, self.engine), log)
+        pid, log_bytes = self._start_supervisor(run)
         # The supervisor has a session of its own, so Ctrl-C does not end it: the run is submitted.
         with contextlib.suppress(KeyboardInterrupt):
             _wait_for_start(run, pid, log_bytes)
@@ -185,7 +183,7 @@ class LocalBackend(Backend):
 
     def start_following_evaluations(self, run: RunDir) -> None:
         """Start a detached process, because processes that the supervisor starts end with the run."""
-        _spawn(follow_command(run), run.path / "evaluations.log")
+        _follow_evaluations(run)
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
         supervisor = read_supervisor(run)
@@ -238,8 +236,34 @@ class LocalBackend(Backend):
         return min(points, requested or 1)
 
     def run_in_foreground(self, run: RunDir, record: RunRecord, on_tick: Callable[[], None]) -> int:
-        """Supervise the run in a child of this process. Ctrl-C saves a checkpoint and stops it, as a preemption."""
-        return run_in_foreground(run, record, engine=self.engine, on_tick=on_tick)
+        """Supervise the run in a child of this process: a supervisor changes the signal mask and adopts orphans.
+
+        Ctrl-C, or the death of this process, saves a checkpoint and stops the run, as a preemption.
+        """
+        pid, log_bytes = self._start_supervisor(run, "--parent-pid", str(os.getpid()))
+        follows = record.spec.evaluation.tasks and record.spec.evaluation.job.submit == "auto"
+        follower = _follow_evaluations(run) if follows else None
+        code = None
+        while code is None:
+            try:
+                code = _wait_for_start(run, pid, log_bytes)
+                while code is None:
+                    on_tick()
+                    time.sleep(_TICK_SECONDS)
+                    code = _exit_code(pid)
+            except KeyboardInterrupt:
+                os.kill(pid, signal.SIGTERM)
+        if follower is not None:
+            with contextlib.suppress(KeyboardInterrupt):
+                os.waitpid(follower, 0)  # it submits the evaluation of the last checkpoint
+        on_tick()
+        return code if code >= 0 else int(ExitCode.CRASHED)
+
+    def _start_supervisor(self, run: RunDir, *more: str) -> tuple[int, int]:
+        """Start the supervisor; return its pid, and the size of its log before."""
+        log = run.path / "supervisor.log"
+        log_bytes = log.stat().st_size if log.exists() else 0
+        return _spawn([*supervisor_command(run, self.engine), *more], log), log_bytes
 
     def secret_hint(self, name: str) -> str:
         return f"Export {name}"
@@ -259,40 +283,10 @@ class LocalBackend(Backend):
         yield from ()
 
 
-def run_in_foreground(
-    run: RunDir, record: RunRecord, *, engine: str = ENGINE_MODULE, on_tick: Callable[[], None] = lambda: None
-) -> int:
-    """Supervise in a child of this process, which calls ``on_tick`` several times a second; return the exit code.
-
-    Ctrl-C, or the death of this process, saves a checkpoint and stops the run, as a preemption.
-    """
-    # In a child, because a supervisor changes the signal mask and adopts orphaned processes.
-    command = [*supervisor_command(run, engine), "--parent-pid", str(os.getpid())]
-    log = run.path / "supervisor.log"
-    log_bytes = log.stat().st_size if log.exists() else 0
-    pid = _spawn(command, log)
-    follows = record.spec.evaluation.tasks and record.spec.evaluation.job.submit == "auto"
-    follower = _spawn(follow_command(run), run.path / "evaluations.log") if follows else None
-    code = None
-    while code is None:
-        try:
-            code = _wait_for_start(run, pid, log_bytes)
-            while code is None:
-                on_tick()
-                time.sleep(_TICK_SECONDS)
-                code = _exit_code(pid)
-        except KeyboardInterrupt:
-            os.kill(pid, signal.SIGTERM)
-    if follower is not None:
-        with contextlib.suppress(KeyboardInterrupt):
-            os.waitpid(follower, 0)  # it submits the evaluation of the last checkpoint
-    on_tick()
-    return code if code >= 0 else int(ExitCode.CRASHED)
-
-
-def follow_command(run: RunDir) -> list[str]:
-    """Return the command line that submits the evaluations of a run until it has ended."""
-    return python_command("scaletrain_cli", "evaluation", "submit", str(run.path), "--follow")
+def _follow_evaluations(run: RunDir) -> int:
+    """Start the process that submits the evaluations of a run until it has ended; return its pid."""
+    command = python_command("scaletrain_cli", "evaluation", "submit", str(run.path), "--follow")
+    return _spawn(command, run.path / "evaluations.log")
 
 
 def supervisor_command(run: RunDir, engine: str = ENGINE_MODULE) -> list[str]:

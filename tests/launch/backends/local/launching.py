@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from scaletrain_cli.launch.backends.local.backend import LocalBackend, run_in_foreground
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.rundir.paths import RunDir
@@ -33,7 +33,7 @@ def main(verb: str, folder: str) -> int:
     run, backend = RunDir(Path(folder)), LocalBackend(engine=ENGINE)
     record = read_record(run)
     if verb == "foreground":
-        return run_in_foreground(run, record, engine=ENGINE)
+        return backend.run_in_foreground(run, record, lambda: None)
     if verb == "submit":
         submit_run(run, record, backend)
     else:

@@ -14,7 +14,6 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.backends.local.backend import (
     read_supervisor,
-    run_in_foreground,
     supervisor_command,
     write_supervisor,
 )
@@ -229,7 +228,7 @@ def test_a_supervisor_is_not_mistaken_for_a_later_process_with_its_pid(submit: M
 def test_training_in_the_foreground_returns_the_runs_exit_code(make_run: MakeRun) -> None:
     done, stuck = make_run(*ONE_RANK), make_run(*ONE_RANK, die={"*:*": 93})
     ticks: list[None] = []
-    code = run_in_foreground(done.run, done.record, engine=ENGINE, on_tick=lambda: ticks.append(None))
+    code = LOCAL.run_in_foreground(done.run, done.record, lambda: ticks.append(None))
     assert code == 0
     assert ticks
     assert launching("foreground", stuck.run).wait() == 93
