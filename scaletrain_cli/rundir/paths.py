@@ -28,80 +28,42 @@ def runs_root() -> Path:
     return (configured_runs_root() or Path("runs")).absolute()
 
 
+class _Below:
+    """The path of a file or folder of this name in a run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDir", of: type["RunDir"]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run. Creating one does not touch the file system."""
 
     path: Path
 
+    record = _Below("run.json")
+    events = _Below("events.jsonl")
+    metrics = _Below("metrics.jsonl")
+    checkpoints = _Below("checkpoints")
+    reference = _Below("reference")  # the log-probabilities of preference pairs under the first weights
+    submission = _Below("submission.json")
+    secrets = _Below("secrets.json")  # values of ``secret_env``, mode 0600; no other file contains them
+    sent = _Below("sent.txt")  # the job that was submitted last: a script, a manifest or a command
+    stop_file = _Below("cancelled")  # written by ``scaletrain cancel``: no further attempt may start
+    manual_stop_file = _Below("stop")  # written by a user without the command, through the file system: the same effect
+    save_file = _Below("save")  # written by a user who requests a checkpoint; the run removes it and saves
+    # Written by ``scaletrain profile``, or empty by a user, to request a profile; the run removes it.
+    profile_file = _Below("profile")
+    # Written when another place continues the run from its mirror: no further attempt may start here.
+    superseded_file = _Below("superseded.json")
+    mirror_claim_file = _Below("mirror-claim.json")  # the claim with which this directory owns the run in its mirror
+
     @property
     def run_id(self) -> str:
         return self.path.name
-
-    @property
-    def record(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def reference(self) -> Path:
-        """Folder of the log-probabilities of preference pairs under the first weights."""
-        return self.path / "reference"
-
-    @property
-    def submission(self) -> Path:
-        return self.path / "submission.json"
-
-    @property
-    def secrets(self) -> Path:
-        """Values of ``secret_env``, mode 0600; no other file contains them."""
-        return self.path / "secrets.json"
-
-    @property
-    def sent(self) -> Path:
-        """The job that was submitted last: a script, a manifest or a command."""
-        return self.path / "sent.txt"
-
-    @property
-    def stop_file(self) -> Path:
-        """Written by ``scaletrain cancel``: no further attempt may start."""
-        return self.path / "cancelled"
-
-    @property
-    def manual_stop_file(self) -> Path:
-        """Written by a user without the command, through the file system: the same effect."""
-        return self.path / "stop"
-
-    @property
-    def save_file(self) -> Path:
-        """Written by a user who requests a checkpoint; the run removes it and saves."""
-        return self.path / "save"
-
-    @property
-    def profile_file(self) -> Path:
-        """Written by ``scaletrain profile``, or empty by a user, to request a profile; the run removes it."""
-        return self.path / "profile"
-
-    @property
-    def superseded_file(self) -> Path:
-        """Written when another place continues the run from its mirror: no further attempt may start here."""
-        return self.path / "superseded.json"
-
-    @property
-    def mirror_claim_file(self) -> Path:
-        """The claim with which this directory owns the run in its mirror."""
-        return self.path / "mirror-claim.json"
 
     @property
     def is_cancelled(self) -> bool:
