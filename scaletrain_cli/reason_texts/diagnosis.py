@@ -2,7 +2,8 @@
 
 from scaletrain_cli.reasons import Texts
 
-_FINDINGS: Texts = {
+TEXTS: Texts = {
+    # Findings.
     "first-loss-high": "the first loss is {loss:.3f}, above the {expected:.3f} of equal outputs (ln {vocab_size}; at "
     "most {high:.2f} is usual)",
     "first-loss-low": "the first loss is {loss:.3f}, below the {expected:.3f} of equal outputs (ln {vocab_size}), "
@@ -104,9 +105,7 @@ _FINDINGS: Texts = {
     "{interval:seconds}",
     "checkpoint-interval": "checkpoints every {steps:.0f} steps cost {excess:percent} of the time more than every "
     "{best:whole} would, with {losses:seconds} between interruptions",
-}
-
-_CAUSES: Texts = {
+    # Likely causes.
     "cause-unshifted-labels": "labels are the inputs themselves, not shifted by one; `scaletrain rehearse` compares "
     "them token by token",
     "cause-shifted-labels": "labels are shifted once too often, or do not belong to the inputs; `scaletrain rehearse` "
@@ -211,9 +210,7 @@ _CAUSES: Texts = {
     "cause-visible-targets": "targets are visible in the inputs, or few distinct tokens occur",
     "cause-waits-for-data": "waiting for data explains {share:percent} of the excess",
     "cause-wide-weights": "the first weights are too large: initializer_range {given:g}, usually {usual:g}",
-}
-
-_NOT_CONCLUDED: Texts = {
+    # What is not concluded, and why.
     "check-failed": "{check}: the record has a form that this version does not know",
     "few-steps": "{steps:of step} measured; the loss is judged from {needed} on",
     "sampled": "{read:whole} of {last:of step} were read; what lasts a few steps is known from events of the guard "
@@ -233,5 +230,3 @@ _NOT_CONCLUDED: Texts = {
     "no-noise-scale": "whether the batch is too large: the gradient noise scale was not measured",
     "no-dataset": "labels shifted twice, duplicates and epochs: no prepared text of one source is here",
 }
-
-TEXTS: Texts = _FINDINGS | _CAUSES | _NOT_CONCLUDED

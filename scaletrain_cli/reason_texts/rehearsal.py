@@ -2,7 +2,8 @@
 
 from scaletrain_cli.reasons import Texts
 
-_DATA: Texts = {
+TEXTS: Texts = {
+    # The data and their labels.
     "labels-next": "{share:percent} of the labels are the next token; {ignored:percent} of them are ignored",
     "labels-not-next": "{share:percent} of the labels are the next token; {offset_share:percent} are the token at "
     "offset {offset} (0: the token itself, 1: the next one)",
@@ -28,8 +29,7 @@ _DATA: Texts = {
     "sees-documents": "documents in one row see each other: a changed token changes others by {change:.2g}",
     "no-causal-model": "the model is no causal language model",
     "outputs-in-pipeline": "the stages of a pipeline pass no outputs on",
-}
-_STEPS: Texts = {
+    # Gradients, time and memory of the first steps.
     "norm-even": "norm {norm:.3g} in {steps:of step}, at most {largest:.3g}",
     "norm-jumps": "the norm jumps to {largest:.3g} in {steps:of step}; its median is {norm:.3g}",
     "norm-zero": "hardly any gradient: norm {norm:.2g} in {steps:of step}",
@@ -40,8 +40,7 @@ _STEPS: Texts = {
     "memory-as-planned": "{used:bytes} at the peak, planned are {planned:bytes}, there are {capacity:bytes}",
     "data-fast": "a batch is read in {seconds:seconds}, a step takes {step:seconds}; waits: {share:percent}",
     "data-slow": "a batch is read in {seconds:seconds}, a step takes {step:seconds}; waits: {share:percent}",
-}
-_LEARNING: Texts = {
+    # The learning rate, and a few samples that are overfitted.
     "rate-in-range": "{lr:.2g}; suggested is {suggestion:.2g} (good from {low:.2g} to {high:.2g} in {steps:of step})",
     "rate-too-high": "{lr:.2g} is too high: it ends at a loss of {loss:.3f} after {steps:of step}, {suggestion:.2g} "
     "at {best_loss:.3f}",
@@ -57,8 +56,7 @@ _LEARNING: Texts = {
     "overfit-not-learned": "a few samples are not learned: loss {start:.3f} to {end:.3f} in {steps:of step}",
     "overfit-not-finite": "the loss of a few samples becomes {end:number} in {steps:of step}",
     "overfit-of-pairs": "the loss of preference pairs has no such end",
-}
-_DURABILITY: Texts = {
+    # Checkpoints and preemptions.
     "restored": "{size:bytes} saved in {seconds:seconds} and loaded in {load:seconds}, equal to the bit",
     "restored-other-state": "the restored state differs: {kinds:list}",
     "restored-other-loss": "the next loss after a restore is {loss:.6f} instead of {expected:.6f}",
@@ -76,8 +74,7 @@ _DURABILITY: Texts = {
         "{nodes:of node} have {devices:of device}, which replicas of {replica:whole} do not fill",
         "Use another --nodes",
     ),
-}
-_CAUSES: Texts = {
+    # Likely causes of failures.
     "cause-attention": "the attention or its mask lets tokens see what they must not",
     "cause-constant-captions": "the captions of the data say nothing about their images",
     "cause-constant-labels": "the labels of the data are missing, or all from one class",
@@ -95,5 +92,3 @@ _CAUSES: Texts = {
     "cause-slow-checkpoints": "the storage of checkpoints is slower than planned",
     "cause-slow-step": "the layout, the kernels or the links are slower than planned; `scaletrain profile` shows where",
 }
-
-TEXTS: Texts = _DATA | _STEPS | _LEARNING | _DURABILITY | _CAUSES

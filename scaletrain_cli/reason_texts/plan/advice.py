@@ -2,8 +2,8 @@
 
 from scaletrain_cli.reasons import Texts
 
-# Warnings of a plan.
-_WARNINGS: Texts = {
+TEXTS: Texts = {
+    # Warnings of a plan.
     "cannot-run": "this engine version cannot run {key} = {given}: {what}",
     "config-keys-ignored": "config.json has keys that transformers does not read for this architecture, so that they "
     "do not change the model; ignored: {keys:every}",
@@ -86,10 +86,7 @@ _WARNINGS: Texts = {
     "assumed, as on AWS in 2022 and 2023; set it for your cluster, or use plan --trace",
     "grace-too-short": "one step and a checkpoint take {needed:seconds}, more than cluster.grace_seconds = "
     "{grace_seconds:g}: a preemption can lose up to {steps:whole} steps",
-}
-
-# Sources of the numbers of a plan.
-_ASSUMPTIONS: Texts = {
+    # Sources of the numbers of a plan.
     "assumes-device": "device {device}: {source}",
     "calibrated-same": "times are scaled by {factor:.3g} ({low:.3g} to {high:.3g}): measured in {runs:of run} of this "
     "model in this layout on this hardware",
@@ -169,10 +166,7 @@ _ASSUMPTIONS: Texts = {
     "assumes-traced-preemptions": "preemptions: one per {hours:g} hours of the job, as in 21 traces of AWS instances "
     "from 2022 and 2023 (skypilot-org/spot-traces); waiting for capacity is not counted",
     "assumes-comparison": "planner.framework = {framework}: for comparison; it cannot be submitted",
-}
-
-# The explanation of a layout (--explain): questions, notes on rows of numbers, answers, and conclusions.
-_EXPLANATION: Texts = {
+    # The explanation of a layout (--explain): questions, notes on rows of numbers, answers, and conclusions.
     "ask-training": "What trains",
     "trains-share": "{trained:count} of {parameters:count} parameters ({share:percent})",
     "group-trains": "{parameters:count} parameters, steps {first_step} to {last_step}",
@@ -254,5 +248,3 @@ _EXPLANATION: Texts = {
     "is as fast",
     "pinned-by-spec": "The spec sets {settings}",
 }
-
-TEXTS: Texts = _WARNINGS | _ASSUMPTIONS | _EXPLANATION

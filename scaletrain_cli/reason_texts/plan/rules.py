@@ -7,8 +7,8 @@ from scaletrain_cli.reasons import Texts
 
 _USE = ("Use {allowed:or}.",)
 
-# Rules of cluster, model and framework that degrees of parallelism and batch sizes must obey.
-_RULES: Texts = {
+TEXTS: Texts = {
+    # Rules of cluster, model and framework that degrees of parallelism and batch sizes must obey.
     "wrong-product": (
         "data {data} x tensor {tensor} x pipeline {pipeline} x sequence {sequence} x context {context} = {ranks} "
         "ranks, but the cluster has {nodes} x {gpus_per_node} = {world_size}",
@@ -45,10 +45,7 @@ _RULES: Texts = {
         "must divide the {per_rank} sequences per data-parallel rank ({batch} / {ranks})",
         *_USE,
     ),
-}
-
-# Patterns of training.trainable that do not fit the model.
-_TRAINABLE: Texts = {
+    # Patterns of training.trainable that do not fit the model.
     "trainable-invalid": "what trains does not fit the model, in {problems:of place}",
     "trainable-built-in-families": (
         "needs the parameter names of a built-in family, and {family} is that of a plug-in",
@@ -75,10 +72,7 @@ _TRAINABLE: Texts = {
         "has no effect: an earlier group matches the same parameters in all of its steps",
         "Put it before that group, or remove it.",
     ),
-}
-
-# The adapter and the quantization of a model.
-_ADAPTER: Texts = {
+    # The adapter and the quantization of a model.
     "adapter-invalid": "the adapter does not fit the model, in {problems:of place}",
     "adapter-built-in-families": (
         "needs the layers of a built-in family, and {family} is that of a plug-in",
@@ -119,10 +113,7 @@ _ADAPTER: Texts = {
     ),
     "adapter-rank-on-experts": "must be a multiple of {multiple} with an adapter on stacked experts, whose grouped "
     "products need rows of 16 bytes",
-}
-
-# What this engine cannot run, although it can be planned.
-_ENGINE: Texts = {
+    # What this engine cannot run, although it can be planned.
     "layout-does-not-fit": ("does not fit: one rank needs {peak:bytes} of {capacity:bytes}", "See `scaletrain plan`."),
     "engine-axis": ("this engine supports only {axes} parallelism", "Use 1 or auto."),
     "shard-group-divides": (
@@ -286,6 +277,3 @@ _ENGINE: Texts = {
     "framework-for-comparison": ("is for comparison only", "Use deepspeed to submit."),
     "relative-checkpoint-dir": "must be an absolute path, because nodes start in another folder",
 }
-
-
-TEXTS: Texts = _RULES | _TRAINABLE | _ADAPTER | _ENGINE

@@ -4,8 +4,8 @@ from scaletrain_cli.reasons import Texts
 
 _OTHER_NETWORK = "For any other network leave it out and set cluster.inter_node_bandwidth, in bytes/s per GPU."
 
-# Degrees and ZeRO stages that the search excludes. The texts follow the name of the axis.
-_SEARCH_SPACE: Texts = {
+TEXTS: Texts = {
+    # Degrees and ZeRO stages that the search excludes. The texts follow the name of the axis.
     "leaves-the-node": "more ranks than the {gpus} GPUs of a node",
     "too-many-stages": "more stages than layers, or than any published run",
     "more-chunks-than-layers": "more virtual stages than layers",
@@ -19,10 +19,7 @@ _SEARCH_SPACE: Texts = {
     "zero-with-pipeline": "zero_stage above 1: {framework} does not support it with a pipeline",
     "no-zero-0": "zero_stage 0: {framework} does not support it with {precision}",
     "no-zero-3": "zero_stage 3: {precision} matrix products keep the weights that it gathers",
-}
-
-# Why a layout was not chosen: for one layout with its numbers, and "counted-" for many layouts.
-_CHOICE: Texts = {
+    # Why a layout was not chosen: for one layout with its numbers, and "counted-" for many layouts.
     "needs-memory": "does not fit: needs {peak:bytes} of {capacity:bytes}",
     "does-not-fit": "does not fit",
     "never-fits": "does not fit with any micro-batch",
@@ -41,10 +38,7 @@ _CHOICE: Texts = {
     "offloads-needlessly": "uses offload, although it fits without",
     "cannot-be-faster": "cannot be faster, by a lower bound on the step time",
     "search-ended": "not evaluated: the search ends after {layouts} layouts, lowest bounds first",
-}
-
-# A run that fits no layout, and the changes that would make it fit.
-_INFEASIBLE: Texts = {
+    # A run that fits no layout, and the changes that would make it fit.
     "needed-memory": "{parts} = {peak:bytes}; {device} has {capacity:bytes}",
     "smallest-layout": "{layout}",
     "would-fit": "needs {peak:bytes} of {capacity:bytes} and {step:seconds} per step ({layout})",
@@ -58,10 +52,7 @@ _INFEASIBLE: Texts = {
     "none-feasible": "none of the {runs} runs fits; `scaletrain plan` of one run shows every change that would make "
     "it fit",
     "nothing-fits": ("more or larger GPUs do not make it fit", "Use a smaller model or a shorter seq_len."),
-}
-
-# Why a cluster was not chosen, and the time and cost of one that meets the limits.
-_CLUSTERS: Texts = {
+    # Why a cluster was not chosen, and the time and cost of one that meets the limits.
     "cluster-does-not-fit": "does not fit: {what}",
     "cluster-does-not-divide": "does not divide: {what}",
     "no-progress": "interruptions leave no progress",
@@ -80,10 +71,7 @@ _CLUSTERS: Texts = {
     "scheduler-is-one-node": "cluster.scheduler = {scheduler} has only one node: use slurm to consider more",
     "one-node-limit": ("has only one node", "Use slurm for more nodes."),
     "more-than-the-spec": "more than the {gpus} GPUs of the spec; to submit it, use --set cluster.nodes={nodes}",
-}
-
-# No cluster within the limits, and limits that cannot be used.
-_SIZING: Texts = {
+    # No cluster within the limits, and limits that cannot be used.
     "no-cluster-fits": "the run fits on no cluster of at most {max_gpus:whole} GPUs",
     "no-cluster-meets-limits": "no cluster of at most {max_gpus:whole} GPUs meets {limits}; the closest one: {missed}",
     "larger-cluster-suffices": "{cause}; {gpus:whole} x {gpu} would do",
@@ -96,10 +84,7 @@ _SIZING: Texts = {
     "invalid-limit": "{option} is invalid",
     "limit-not-parsed": "{detail}",
     "limit-not-positive": "must be above 0",
-}
-
-# Names that the catalogues lack.
-_CATALOGUE: Texts = {
+    # Names that the catalogues lack.
     "unknown-accelerator": "unknown accelerator {given}",
     "unknown-device": (
         "is not in the hardware catalogue",
@@ -121,10 +106,7 @@ _CATALOGUE: Texts = {
         "Known: {known:or}.",
         _OTHER_NETWORK,
     ),
-}
-
-# Where a price per GPU hour comes from.
-_PRICES: Texts = {
+    # Where a price per GPU hour comes from.
     "price-stated": "the run spec",
     "price-unknown": "unknown: set cluster.price_per_gpu_hour, and cluster.spot_price_per_gpu_hour for spot",
     "price-single": "the only {market} list price in the catalogue, {lowest}, {dates}",
@@ -132,10 +114,7 @@ _PRICES: Texts = {
     "price-spot-share": "{share:.2f} of the on-demand median {on_demand_usd:.2f}: the median ratio of the {offers} of "
     "{listed} offers that list both prices, {dates}",
     "price-live": "gpuhunt today, median over the providers {providers:list}",
-}
-
-# A recorded spot market: files that cannot be used, and what a simulation assumes.
-_TRACE: Texts = {
+    # A recorded spot market: files that cannot be used, and what a simulation assumes.
     "unusable-trace": "the spot trace {path} cannot be used",
     "trace-unreadable": ("cannot be read: {detail}", "Give a JSON or CSV file, plain or gzipped."),
     "trace-without-nodes": (
@@ -170,10 +149,7 @@ _TRACE: Texts = {
     "trace-with-notice": "each preemption is assumed to come with {grace_seconds:g} s of notice",
     "trace-leaves-out": "nodes that are available while others are missing cost nothing here; hardware failures are "
     "not simulated",
-}
-
-# The sizes of a run with a range of nodes.
-_SIZES: Texts = {
+    # The sizes of a run with a range of nodes.
     "size-not-faster": "a step takes {seconds:seconds}, no less than the {fastest:seconds} on {fewer:of node}",
     "range-min-unusable": ("the run cannot train on so few nodes: {why}", "Set cluster.nodes.min to {least} or more."),
     "range-unusable": "the run cannot train on any number of nodes of the range; on the fewest: {why}",
@@ -187,6 +163,3 @@ _SIZES: Texts = {
     "{nodes:of node}",
     "range-never-finishes": "on {trace} the run never finishes, with the range or on {nodes:of node}",
 }
-
-
-TEXTS: Texts = _SEARCH_SPACE | _CHOICE | _INFEASIBLE | _CLUSTERS | _SIZING | _CATALOGUE | _PRICES | _TRACE | _SIZES
