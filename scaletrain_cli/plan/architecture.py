@@ -59,11 +59,8 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        return self.embedding + self.blocks_parameters(0, self.layers) + self.final_norm + self.head
-
-    def blocks_parameters(self, first: int, count: int) -> int:
-        """Return the parameters of ``count`` consecutive blocks that begin with block ``first``."""
-        return sum(times * block.parameters for block, times in self.kinds(first, count))
+        blocks = sum(times * block.parameters for block, times in self.kinds(0, self.layers))
+        return self.embedding + blocks + self.final_norm + self.head
 
     def kinds(self, first: int, count: int) -> tuple[tuple[Block, int], ...]:
         """Return the ``count`` blocks from block ``first`` on, as (block, how many)."""

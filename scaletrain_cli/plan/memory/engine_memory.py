@@ -275,7 +275,7 @@ def _replays_gathers(layout: Layout, program: Program) -> bool:
     return layout.zero_stage == 3 and program.live_elements is None
 
 
-def _gathered(spec: RunSpec, layout: Layout, elements: int) -> GatheredWeights:
+def gathered_on_rank(spec: RunSpec, layout: Layout, elements: int) -> GatheredWeights:
     """Return what stage 3 gathers on a rank with ``elements`` parameters."""
     sizes = zero_buffers(elements, 3, pipeline=False)
     return gathered_weights(
@@ -393,7 +393,7 @@ def _size_of_stage(
         backward = activations.backward(stage, trained, copied=offloaded)
         gathered = None
         if _replays_gathers(layout, program):
-            gathered = _gathered(spec, layout, stage_shard(rank_architecture(spec, layout), stage).parameters)
+            gathered = gathered_on_rank(spec, layout, stage_shard(rank_architecture(spec, layout), stage).parameters)
         return _FixedBytes(held, backward, buffers, kept_weights, gathered)
 
     cache: dict[Stage, _FixedBytes] = {}

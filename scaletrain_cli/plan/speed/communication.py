@@ -10,9 +10,8 @@ from scaletrain_cli.plan.adapters import trains_in_fp32
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.memory.buffers import PERSISTENT_ELEMENTS, zero_buffers
-from scaletrain_cli.plan.memory.engine_memory import recomputation
-from scaletrain_cli.plan.memory.gathered_weights import gathered_weights
+from scaletrain_cli.plan.memory.buffers import PERSISTENT_ELEMENTS
+from scaletrain_cli.plan.memory.engine_memory import gathered_on_rank, recomputation
 from scaletrain_cli.plan.memory.parameter_groups import elements_in_small_tensors
 from scaletrain_cli.plan.memory.states import gathered_weight_bytes, gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, PerStepBytes
@@ -145,17 +144,9 @@ def _gathers(spec: RunSpec, layout: Layout, parameters: int) -> tuple[float, flo
 
     Small parameters (stage3_param_persistence_threshold) stay gathered from one update to the next.
     """
-    model, tensor = spec.transformer, layout.tensor_parallel
-    small = min(parameters, elements_in_small_tensors(model, tensor, PERSISTENT_ELEMENTS))
-    sizes = zero_buffers(parameters, 3, pipeline=False)
-    found = gathered_weights(
-        model,
-        tensor,
-        layout.expert_parallel,
-        recomputation(spec, layout),
-        sizes.max_live_parameters,
-        sizes.prefetch_bucket_size,
-    )
+    small = elements_in_small_tensors(spec.transformer, layout.tensor_parallel, PERSISTENT_ELEMENTS)
+    small = min(parameters, small)
+    found = gathered_on_rank(spec, layout, parameters)
     large = (parameters - small) * found.gathered / max(1, found.elements)
     return layout.gradient_accumulation_steps * large / parameters, small / parameters
 

@@ -27,7 +27,7 @@ from scaletrain_cli.plan.speed.communication import (
 from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds, rates
 from scaletrain_cli.plan.speed.offload import activation_offload_seconds
 from scaletrain_cli.plan.speed.recompute import computes_logits_again, recompute_seconds, recomputed_forwards
-from scaletrain_cli.plan.stages import Stage, first_alike, local_tokens, rank_architecture
+from scaletrain_cli.plan.stages import Stage, first_alike, local_tokens, rank_architecture, stage_shard
 from scaletrain_cli.plan.trained_stages import TrainedStage, trains_before_head
 from scaletrain_cli.spec import RunSpec
 
@@ -180,22 +180,11 @@ class StageSizes(NamedTuple):
 def stage_sizes(setting: StepSetting, stage: Stage) -> StageSizes:
     """Return the parameters on one rank of a pipeline stage."""
     if not setting.trained.runs:
-        parameters = stage_parameters(setting.per_rank, setting.blocks, stage.position, stage.start)
+        parameters = stage_shard(setting.per_rank, stage).parameters
         return StageSizes(parameters, parameters)
     tensors = stage_tensors(setting.spec, setting.layout, stage, setting.trained)
     learned = sum(group.elements for group, *_ in tensors.trained)
     return StageSizes(learned + sum(group.elements for group, *_ in tensors.frozen), learned)
-
-
-def stage_parameters(per_rank: Architecture, blocks: tuple[int, ...], index: int, first: int | None = None) -> int:
-    """Return the parameters on one rank of stage ``index``; ``first``: its first block, computed if None."""
-    found = per_rank.blocks_parameters(sum(blocks[:index]) if first is None else first, blocks[index])
-    if index == 0:
-        found += per_rank.embedding
-    if index == len(blocks) - 1:
-        tied_copy = per_rank.embedding if not per_rank.head and len(blocks) > 1 else 0
-        found += per_rank.final_norm + per_rank.head + tied_copy
-    return found
 
 
 def _parts(setting: StepSetting) -> _Parts:

@@ -18,9 +18,8 @@ from scaletrain_cli.plan.memory.engine_memory import trained_stage_memory
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StepSeconds, Time, TrainingStage
 from scaletrain_cli.plan.speed.communication import data_traffic
-from scaletrain_cli.plan.speed.stage_time import stage_parameters
 from scaletrain_cli.plan.speed.step_time import plan_time, step_seconds, trained_stage_time
-from scaletrain_cli.plan.stages import Stage, rank_architecture, sequence_multiple
+from scaletrain_cli.plan.stages import Stage, rank_architecture, sequence_multiple, stage_shard
 from scaletrain_cli.plan.trained_parameters import names_what_trains
 from scaletrain_cli.plan.trained_stages import stage_flops_per_token, stored_parameters, trained_count, trained_stages
 from scaletrain_cli.plan.workloads.base import Degrees, FullStage, Workload
@@ -170,16 +169,15 @@ class TextWorkload(Workload):
         alike = model.moe_layers or model.num_hidden_layers
         if axes.pipeline == 1:
             return FullStage(Stage(0, alike, 0, True, True), 1.0, alike)
-        framework, per_rank = framework_of(spec), architecture.architecture(model, axes.tensor, axes.expert)
-        stages = framework.pipeline_stages(spec, axes.pipeline)
+        per_rank = architecture.architecture(model, axes.tensor, axes.expert)
+        stages = framework_of(spec).pipeline_stages(spec, axes.pipeline)
         found = [
             stage for stage in stages if not stage.last and not (model.num_experts and (stage.first or stage.dense))
         ]
         if not found:
             return None
         stage = max(found, key=lambda stage: stage.blocks)
-        held = stage_parameters(per_rank, framework.pipeline_split(spec, axes.pipeline), stage.position, stage.start)
-        return FullStage(stage, held / per_rank.parameters, alike)
+        return FullStage(stage, stage_shard(per_rank, stage).parameters / per_rank.parameters, alike)
 
     def block_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
         """Return the activations of a stage without embedding and head."""
