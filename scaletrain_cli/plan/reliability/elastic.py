@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from scaletrain_cli.plan.reliability.node_sizes import NodeSize, growth, largest_usable, usable_plans
-from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, Spread, joined, spread
+from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, Spread, intervals_from, joined, kept_seconds, spread
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
@@ -115,19 +115,11 @@ def simulate_sizes(
     restart whether one pays; if so, the run saves, and saves again when it stops. Deterministic.
     """
     state = _Run(spec, plans)
-    for seconds, nodes in _from(intervals, start):
+    rounds = itertools.chain.from_iterable(itertools.repeat(intervals, _MOST_ROUNDS))
+    for seconds, nodes in itertools.chain(intervals_from(start, intervals), rounds):
         if state.through(seconds, nodes):
             return state.ended()
     return ElasticRun(math.inf, state.node_seconds, state.waiting, state.interruptions, state.growths)
-
-
-def _from(intervals: Sequence[tuple[float, int]], start: float) -> Iterator[tuple[float, int]]:
-    passed = 0.0
-    for seconds, nodes in intervals:
-        passed += seconds
-        if passed > start:
-            yield min(seconds, passed - start), nodes
-    yield from itertools.chain.from_iterable(itertools.repeat(intervals, _MOST_ROUNDS))
 
 
 class _Run:
@@ -198,13 +190,8 @@ class _Run:
 
     def _kept(self, seconds: float) -> float:
         """Return the share kept of a run that loses a node ``seconds`` after its start."""
-        durability = self._plan.durability
-        worked = max(0.0, seconds - durability.restart_seconds)
-        if durability.grace_ok:
-            return self._share(worked - self.grace_seconds)
-        segment = durability.interval_seconds + durability.blocked_seconds
-        behind = durability.save_seconds - durability.blocked_seconds
-        return self._share(math.floor(max(0.0, worked - behind) / segment) * segment)
+        worked = max(0.0, seconds - self._plan.durability.restart_seconds)
+        return self._share(kept_seconds(self._plan.durability, self.grace_seconds, worked))
 
     def _grows_at(self, nodes: int) -> float | None:
         """Return when the run has saved and stopped to restart on more nodes; None if it does not."""

@@ -4,13 +4,13 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.result import Durability, RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
@@ -115,6 +115,7 @@ _STARTS = 16
 _DAY = 86400.0
 _NEVER_SECONDS = 1000 * 365 * _DAY
 _Intervals = list[tuple[float, bool]]  # seconds, and whether the run has all its nodes
+_Nodes = TypeVar("_Nodes", int, bool)
 
 
 @dataclass(frozen=True)
@@ -216,12 +217,7 @@ class _Simulation:
 
     def to_the_end(self, intervals: _Intervals, start: float) -> bool:
         """Return whether the run finishes. Each repetition of the trace adds the same amount, so most are skipped."""
-        rest, passed = [], 0.0
-        for seconds, up in intervals:
-            passed += seconds
-            if passed > start:
-                rest.append((min(seconds, passed - start), up))
-        if self._through(rest) or self._through(intervals):
+        if self._through(intervals_from(start, intervals)) or self._through(intervals):
             return True
         outcomes = [self._outcome(seconds) for seconds, up in intervals if up]
         per_round = math.fsum(gain for gain, _ in outcomes)
@@ -240,7 +236,7 @@ class _Simulation:
             pass
         return True
 
-    def _through(self, intervals: _Intervals) -> bool:
+    def _through(self, intervals: Iterable[tuple[float, bool]]) -> bool:
         """Return whether the run finishes within these intervals."""
         for seconds, up in intervals:
             ending = self.durability.restart_seconds + self.left * self.pace
@@ -259,13 +255,27 @@ class _Simulation:
 
     def _outcome(self, seconds: float) -> tuple[float, float]:
         """Return the seconds of progress kept, and of work lost, when the run loses a node after ``seconds``."""
-        segment = self.durability.interval_seconds + self.durability.blocked_seconds
         worked = max(0.0, seconds - self.durability.restart_seconds)
-        if self.durability.grace_ok:
-            return max(0.0, worked - self.spec.cluster.grace_seconds) / self.pace, 0.0
-        behind = self.durability.save_seconds - self.durability.blocked_seconds  # until a checkpoint is committed
-        kept = math.floor(max(0.0, worked - behind) / segment) * segment
-        return kept / self.pace, (worked - kept) / self.pace
+        kept = kept_seconds(self.durability, self.spec.cluster.grace_seconds, worked)
+        return kept / self.pace, 0.0 if self.durability.grace_ok else (worked - kept) / self.pace
+
+
+def kept_seconds(durability: Durability, grace_seconds: float, worked: float) -> float:
+    """Return the seconds of steps and blocking checkpoints that are kept of ``worked`` ones when a node is lost."""
+    if durability.grace_ok:
+        return max(0.0, worked - grace_seconds)
+    segment = durability.interval_seconds + durability.blocked_seconds
+    behind = durability.save_seconds - durability.blocked_seconds  # until a checkpoint is committed
+    return math.floor(max(0.0, worked - behind) / segment) * segment
+
+
+def intervals_from(start: float, intervals: Iterable[tuple[float, _Nodes]]) -> Iterator[tuple[float, _Nodes]]:
+    """Yield what is left of the intervals after ``start`` seconds."""
+    passed = 0.0
+    for seconds, nodes in intervals:
+        passed += seconds
+        if passed > start:
+            yield min(seconds, passed - start), nodes
 
 
 def _availability(trace: SpotTrace, needed: int) -> _Intervals:
