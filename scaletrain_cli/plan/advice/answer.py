@@ -138,7 +138,9 @@ def answer(
     if usable := [size.nodes for size in sizes if size.why_not is None]:
         spec = spec.model_copy(update={"cluster": spec.cluster.at_size(usable[-1])})
     if limits is not None:
-        sizing = _sized(spec, limits)
+        from scaletrain_cli.plan.search.sizing import size_cluster
+
+        sizing = size_cluster(spec, **vars(limits))
         spec, plan = sizing.spec, sizing.plan
     else:
         try:
@@ -179,16 +181,3 @@ def _sizes(spec: RunSpec, measurements: Measurements | None) -> tuple[NodeSize, 
     from scaletrain_cli.plan.reliability.node_sizes import plan_sizes
 
     return plan_sizes(spec, lambda one: plan_or_raise(one, measurements, compared=False))
-
-
-def _sized(spec: RunSpec, limits: Limits) -> Sizing:
-    from scaletrain_cli.plan.search.sizing import size_cluster
-
-    return size_cluster(
-        spec,
-        limits.objective,
-        max_gpus=limits.max_gpus,
-        deadline_seconds=limits.deadline_seconds,
-        budget_usd=limits.budget_usd,
-        gpus=limits.gpus,
-    )

@@ -14,9 +14,9 @@ from scaletrain_cli.spec.quantities import parse_count, parse_seconds
 
 @dataclass(frozen=True)
 class Limits:
-    """The options of a command: ``objective`` is time, cost or gpus; None sets no limit.
+    """The options of a command, which are arguments of ``size_cluster``; None sets no limit.
 
-    ``gpus``: names of GPUs to compare; empty for the spec's.
+    ``objective`` is time, cost or gpus. ``gpus``: names of GPUs to compare; empty for the spec's.
     """
 
     objective: str
@@ -98,6 +98,11 @@ class Considered:
     least_seconds: float | None = None
     least_dollars: float | None = None
 
+    @property
+    def at_least(self) -> "Considered":
+        """The row of a cluster without a plan, with its lower bounds as time and dollars."""
+        return replace(self, seconds=self.least_seconds, dollars=self.least_dollars)
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields; ``why`` as text with its code beside it, empty for the chosen cluster."""
         row = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -144,10 +149,6 @@ class ClusterLimits:
             found = min(found, (1 + miss) * self.budget_usd / price)
         return found
 
-    def least_miss(self, row: Considered) -> float:
-        """Return ``miss`` of the lower bounds in a row without a plan."""
-        return self.miss(replace(row, seconds=row.least_seconds, dollars=row.least_dollars))
-
     def most_seconds(self, row: Considered, best: Considered | None) -> float:
         """Return the most seconds of a run on a cluster that meets the limits and is no worse than ``best``.
 
@@ -165,7 +166,7 @@ class ClusterLimits:
 
     def excluded(self, row: Considered, best: Considered | None) -> Reason:
         """Return why a cluster was not planned, from the lower bounds in its row."""
-        least = replace(row, seconds=row.least_seconds, dollars=row.least_dollars)
+        least = row.at_least
         broken = self.broken_by(least)
         if broken is None and (best is None or self.rank(least) < self.rank(best)):
             return Reason("plan.cluster-cannot-win")  # its layouts are worse than the bound on the cluster

@@ -206,14 +206,14 @@ def first_pass(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | 
     """
     counts = node_counts(clusters.spec, limits.max_gpus)
     least = [clusters.at_least(nodes, gpu) for gpu in names for nodes in counts]
-    found, best = _planned(clusters, limits, least, None)
+    found, best = plan_promising(clusters, limits, least)
     if best is None:
         found = with_closest(clusters, limits, found)
     for gpu in names if len(names) > 1 else ():
         if not any(each.row.seconds for each in found if each.gpu == gpu):
             # That with the best bound; if it does not fit, the next, up to _MOST_TRIES.
             ranks = {
-                place: limits.rank(replace(row, seconds=row.least_seconds, dollars=row.least_dollars))
+                place: limits.rank(row.at_least)
                 for place, row in enumerate(each.row for each in found)
                 if found[place].gpu == gpu and row.least_seconds is not None
             }
@@ -224,17 +224,12 @@ def first_pass(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | 
     return found
 
 
-def within_limits(clusters: Clusters, limits: ClusterLimits, least: Sequence[Tried]) -> list[Tried]:
-    """Plan those of the clusters that may meet the limits; return all. ``least``: see ``Clusters.at_least``."""
-    return _planned(clusters, limits, least, None)[0]
-
-
-def _planned(
-    clusters: Clusters, limits: ClusterLimits, least: Sequence[Tried], best: Considered | None
+def plan_promising(
+    clusters: Clusters, limits: ClusterLimits, least: Sequence[Tried], best: Considered | None = None
 ) -> tuple[list[Tried], Considered | None]:
     """Plan clusters, most promising first, unless a bound excludes them; return all, and the row of the best one.
 
-    ``least``: each with the least time and cost; ``best``: the best one so far.
+    ``least``: see ``Clusters.at_least``; ``best``: the best one so far.
     """
     found: list[Tried] = []
     open_, ratios = list(least), _PlanToBoundRatios()
@@ -307,9 +302,9 @@ def with_closest(clusters: Clusters, limits: ClusterLimits, found: Sequence[Trie
     open_ = [index for index, each in enumerate(found) if each.row.least_seconds is not None]
     closed = list(found)
     closest = min((limits.miss(each.row) for each in found if each.row.seconds), default=math.inf)
-    for index in sorted(open_, key=lambda index: limits.least_miss(found[index].row)):
+    for index in sorted(open_, key=lambda index: limits.miss(found[index].row.at_least)):
         row = found[index].row
-        if limits.least_miss(row) < closest:
+        if limits.miss(row.at_least) < closest:
             closed[index] = clusters.plan(row.nodes, found[index].gpu, limits.seconds_within(row, closest))
             if closed[index].row.seconds:
                 closest = min(closest, limits.miss(closed[index].row))
@@ -331,7 +326,7 @@ def refined(
     planned: list[Tried] = []
     for chance in sorted(chances, key=lambda chance: chance.rank)[:_MOST_REFINED]:
         if best is None or chance.rank < limits.rank(best):
-            found_here, best = _planned(clusters, limits, [clusters.at_least(chance.nodes, chance.gpu)], best)
+            found_here, best = plan_promising(clusters, limits, [clusters.at_least(chance.nodes, chance.gpu)], best)
             planned += [each for each in found_here if each.row.least_seconds is None]
     return planned, looked_at - len(planned)
 

@@ -108,7 +108,7 @@ def least_of_axes(spec: RunSpec, at_least: Callable[[Axes], float], value: Calla
         return at_least(axes) < found
 
     for axes in _combinations(allowing, degrees, counts, every=False, worthwhile=may_be_less):
-        if may_be_less(axes) and not _is_broken(allowing, axes):
+        if may_be_less(axes) and not any(broken_rules(allowing, axes)):
             found = min(found, value(axes))
     return found
 
@@ -234,7 +234,8 @@ def _combinations(
                     data = world // (tensor * sequence * context * pipeline)
                     if pinned_data not in ("auto", data):
                         continue
-                    if not every and (batch % data or _is_broken(spec, alone._replace(data=data, pipeline=pipeline))):
+                    divided = alone._replace(data=data, pipeline=pipeline)
+                    if not every and (batch % data or any(broken_rules(spec, divided))):
                         found = True
                         continue
                     for virtual in chunks[pipeline]:
@@ -243,11 +244,6 @@ def _combinations(
                             yield Axes(data, tensor, pipeline, virtual, sequence, context, expert)
     if not found:
         yield resolve_axes(spec)  # the degrees that the spec sets fit no cluster; the broken rules state why
-
-
-def _is_broken(spec: RunSpec, axes: Axes) -> bool:
-    """Return whether these degrees break a rule."""
-    return next(broken_rules(spec, axes), None) is not None
 
 
 def _dividing(degrees: Iterable[int], world: int, others: int) -> list[int]:

@@ -16,9 +16,9 @@ from scaletrain_cli.plan.search.cluster_search import (
     meets,
     node_counts,
     on_cluster,
+    plan_promising,
     refined,
     with_closest,
-    within_limits,
 )
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, infeasible_json
 from scaletrain_cli.reasons import Reason
@@ -256,12 +256,9 @@ def _headline(limits: ClusterLimits, closest: Considered | None, beyond: Conside
     return Reason("plan.larger-cluster-suffices", {"cause": reason, "gpus": beyond.gpus, "gpu": beyond.gpu})
 
 
-class _Beyond(NamedTuple):
-    found: Considered | None
-    tried: list[Tried]
-
-
-def _beyond(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | None]) -> _Beyond:
+def _beyond(
+    clusters: Clusters, limits: ClusterLimits, names: Sequence[str | None]
+) -> tuple[Considered | None, list[Tried]]:
     """Return the smallest sufficient cluster above the limit, and the clusters that were considered to find it."""
     spec = clusters.spec
     per_node = spec.cluster.gpus_per_node
@@ -269,9 +266,9 @@ def _beyond(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | Non
     for nodes in node_counts(spec, _BEYOND * limits.max_gpus):
         if nodes * per_node <= limits.max_gpus:
             continue
-        tried += within_limits(clusters, limits, [clusters.at_least(nodes, gpu) for gpu in names])
+        tried += plan_promising(clusters, limits, [clusters.at_least(nodes, gpu) for gpu in names])[0]
         if any(meets(limits, each) for each in tried):
             fewest = replace(limits, objective="gpus", max_gpus=(nodes - 1) * per_node)
             tried += refined(clusters, fewest, names, tried, limits.max_gpus // per_node + 1)[0]
-            return _Beyond(min((each.row for each in tried if meets(limits, each)), key=fewest.rank), tried)
-    return _Beyond(None, tried)
+            return min((each.row for each in tried if meets(limits, each)), key=fewest.rank), tried
+    return None, tried
