@@ -4,7 +4,6 @@ To add a framework, write a subclass with its two profiles in a new file, overri
 the defaults here, and add a line to registry.py. Memory, speed and search use the object and never its name.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
@@ -19,7 +18,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 
-class Framework(ABC):
+class Framework:
     """One training framework.
 
     Class attributes are its data, methods its rules; the defaults are the most common ones.
@@ -39,6 +38,8 @@ class Framework(ABC):
     memory_profile: ClassVar[MemoryProfile]
     # Which fp32 copy of the weights the optimizer updates.
     master_weights: ClassVar[MasterWeights] = MasterWeights.BESIDE_16_BIT
+    # What selective activation checkpointing recomputes, if the spec does not decide.
+    selective_mode: ClassVar[Selective]
     # Whether attention with dropout stores the matrix of scores, because no fused kernel draws the framework's masks.
     keeps_dropped_scores: ClassVar[bool] = False
 
@@ -93,9 +94,9 @@ class Framework(ABC):
         yield Reason("plan.assumes-counted-states", {"framework": self.name})
         yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
 
-    @abstractmethod
     def selective(self, spec: RunSpec) -> Selective:
         """Return what selective activation checkpointing recomputes."""
+        return self.selective_mode
 
     def selective_every(self, spec: RunSpec) -> int:
         """Return n, if selective activation checkpointing recomputes every n-th block."""

@@ -107,7 +107,6 @@ class DeepSpeed(Framework):
         return spec.layout.selective_every
 
     def cross_entropy(self, spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:
-        """Return ``training.cross_entropy``; for ``auto``, the choice by the size of the logits."""
         return chosen_cross_entropy(spec, micro_batch_tokens, tensor_parallel, device_bytes)
 
     def checkpoint_zero_stage(self, layout: Layout) -> int:
@@ -115,7 +114,6 @@ class DeepSpeed(Framework):
         return 3
 
     def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
-        """Return the number of blocks on each stage of the engine's pipeline, balanced by time."""
         return blocks_per_stage(model, stages)
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:

@@ -2,10 +2,9 @@
 
 from scaletrain_cli.plan.axes import AXES, Capabilities
 from scaletrain_cli.plan.frameworks.base import Framework
-from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, MIB, FrameworkProfile, MemoryProfile, Selective
+from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, MIB, FrameworkProfile, MemoryProfile
 from scaletrain_cli.plan.memory.states import MasterWeights
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.spec import RunSpec
 
 # torchtitan: eager SwiGLU, repeat_kv, selective checkpointing as in distributed/activation_checkpoint.py, prefetch of
 # the next block's weights. The loss has 16-bit logits and, in fp32, the log-probabilities and two gradients of full
@@ -65,12 +64,10 @@ class Fsdp(Framework):
     # SHARD_GRAD_OP keeps the weights from the forward to the backward pass.
     gathers_per_micro_batch = True
     sends_whole_boundary = True
+    # torchtitan's mode saves attention and every second product (activation_checkpoint.py).
+    selective_mode = "operations"
     # torch ShardingStrategy: NO_SHARD is ZeRO-0, SHARD_GRAD_OP ZeRO-2, FULL_SHARD ZeRO-3.
     capabilities = Capabilities(frozenset(AXES), (0, 2, 3), ("none", "optimizer+params"))
-
-    def selective(self, spec: RunSpec) -> Selective:
-        """Return torchtitan's mode, which saves attention and every second product (activation_checkpoint.py)."""
-        return "operations"
 
     def checkpoint_zero_stage(self, layout: Layout) -> int:
         """Return 3: the fp32 weights are the only ones (torch/distributed/fsdp, MixedPrecision)."""

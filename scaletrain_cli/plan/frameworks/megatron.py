@@ -5,8 +5,7 @@ from dataclasses import replace
 from scaletrain_cli.plan.axes import AXES, Capabilities
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
-from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile, Selective
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile
 
 # Fused SwiGLU. vocab_parallel_cross_entropy exponentiates the fp32 copy of the logits in place. The matrix product adds
 # weight gradients to the fp32 buffer itself (gradient accumulation fusion). FusedAdam works in place.
@@ -74,13 +73,10 @@ class Megatron(Framework):
     estimate_spread = 0.08
     memory_profile = _MEMORY
     profile = _PROFILE
+    selective_mode = "attention core"  # arXiv:2205.05198, section 5
     # The distributed optimizer is ZeRO-1. There is no Ulysses axis: Megatron's "sequence parallel" shards norms over
     # the tensor ranks, and its all-to-all variant of attention is a kind of context parallelism (cp_comm_type).
     capabilities = Capabilities(frozenset(AXES) - {"sequence_parallel"}, (0, 1), ("none", "optimizer"))
 
     def profile_on(self, device: Accelerator) -> FrameworkProfile:
         return _TRANSFORMER_ENGINE if device.cuda_capability >= HOPPER else _PROFILE
-
-    def selective(self, spec: RunSpec) -> Selective:
-        """Return the attention core (arXiv:2205.05198, section 5)."""
-        return "attention core"

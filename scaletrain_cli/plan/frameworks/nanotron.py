@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from scaletrain_cli.plan.axes import AXES, Axes, Capabilities, Rule
 from scaletrain_cli.plan.frameworks.base import Framework
-from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile, Selective
+from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import MOST_BLOCKS
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -70,12 +70,9 @@ class Nanotron(Framework):
     memory_profile = _MEMORY
     profile = _PROFILE
     sends_whole_boundary = True
+    selective_mode = "blocks"  # every second one
     # Its ZeRO is stage 1; it has neither Ulysses nor an interleaved pipeline (pipeline_parallel/engine.py).
     capabilities = Capabilities(frozenset(AXES) - {"sequence_parallel", "virtual_pipeline"}, (0, 1))
-
-    def selective(self, spec: RunSpec) -> Selective:
-        """Return ``blocks``: every second block is recomputed."""
-        return "blocks"
 
     def written_alone_bytes(self, layout: Layout, checkpoint_bytes: int, weight_bytes: int) -> int:
         """Return all bytes in stage 0, the weights in stages 1 and 2, none in stage 3; divided by tensor x pipeline."""
