@@ -1,6 +1,6 @@
 """Language models: decoder-only transformers, dense or with experts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, gcd
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from scaletrain_cli.plan.memory.activations import has_documents
 from scaletrain_cli.plan.memory.device_memory import has_equal_blocks, plan_memory
 from scaletrain_cli.plan.memory.engine_memory import trained_stage_memory
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StepSeconds, Time, TrainingStage
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, TrainingStage
 from scaletrain_cli.plan.speed.communication import data_traffic
 from scaletrain_cli.plan.speed.step_time import plan_time, step_seconds, trained_stage_time
 from scaletrain_cli.plan.stages import Stage, rank_architecture, sequence_multiple, stage_shard
@@ -76,6 +76,9 @@ class TextWorkload(Workload):
     checkpointing = CHECKPOINTING
     offloads = True
     compiles = True
+    stored_parameters = staticmethod(stored_parameters)
+    time = staticmethod(plan_time)
+    least_times = staticmethod(step_seconds)
 
     def size(self, model: AnyModel) -> ModelSize:
         model = _text(model)
@@ -95,9 +98,6 @@ class TextWorkload(Workload):
         if text.index_topk:
             return "sparse attention"
         return "chunked attention" if text.attention_chunk_size else ""
-
-    def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
-        return stored_parameters(spec)
 
     def training_size(self, spec: RunSpec) -> ModelSize:
         """Return the size, with the parameters of the stage that trains most, and the mean FLOPs over the steps."""
@@ -128,12 +128,6 @@ class TextWorkload(Workload):
     def activation_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
         (stage,) = framework_of(spec).pipeline_stages(spec, 1)
         return framework_of(spec).stage_memory(spec, layout, device)(stage).activations
-
-    def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-        return plan_time(spec, layout, device)
-
-    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
-        return step_seconds(spec, layouts, device)
 
     def data_seconds(self, spec: RunSpec, layout: Layout, device: Accelerator) -> float:
         """Return the seconds of gathering weights and reducing gradients; a micro-batch takes no less.

@@ -45,15 +45,6 @@ from scaletrain_cli.spec.sources import MOST_WORKERS
 _FEW_IMAGES = 16
 
 
-def layout_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
-    """Yield warnings about small batches of BatchNorm, a second forward pass, and a loader that does not keep up."""
-    yield from _about_batch_norm(spec, layout)
-    if caches_gradients(spec, layout):
-        share = time.recompute / time.step
-        yield Reason("plan.caches-gradients", {"accumulation": layout.gradient_accumulation_steps, "share": share})
-    yield from loader_warnings(spec, layout, time)
-
-
 def loader_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
     """Yield warnings about storage, workers and cores that do not keep up with the step."""
     if not is_fed(spec):
@@ -88,18 +79,6 @@ def _about_batch_norm(spec: RunSpec, layout: Layout) -> Iterator[Reason]:
     if layout.gradient_accumulation_steps > 1:
         steps = layout.gradient_accumulation_steps
         yield Reason("plan.accumulates-with-batch-norm", {"accumulation": steps, "images": seen})
-
-
-def feed_assumptions(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
-    """Yield the images per second that the plan needs, and what they need of processors and storage."""
-    if not is_fed(spec):
-        return
-    feed = image_feed(spec, layout, time.step - time.data_wait)
-    rates = {"rank": feed.rank_rate, "node": feed.node_rate, "cores": feed.cores, "core_rate": feed.core_rate}
-    yield Reason("plan.assumes-image-rate", rates)
-    if spec.data.loader.workers == "auto" and decodes_beside_gpus(spec):
-        yield Reason("plan.assumes-image-readers", {"workers": loader_processes(spec), "cores": cores_per_rank(spec)})
-    yield Reason("plan.assumes-image-bytes", {"read": feed.read_rate, "image_bytes": IMAGE_BYTES})
 
 
 class ImageWorkload(Workload):
@@ -179,7 +158,16 @@ class ImageWorkload(Workload):
         return len(stages), stages == (None,)
 
     def feed_assumptions(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
-        return feed_assumptions(spec, layout, time)
+        """Yield the images per second that the plan needs, and what they need of processors and storage."""
+        if not is_fed(spec):
+            return
+        feed = image_feed(spec, layout, time.step - time.data_wait)
+        rates = {"rank": feed.rank_rate, "node": feed.node_rate, "cores": feed.cores, "core_rate": feed.core_rate}
+        yield Reason("plan.assumes-image-rate", rates)
+        if spec.data.loader.workers == "auto" and decodes_beside_gpus(spec):
+            readers = {"workers": loader_processes(spec), "cores": cores_per_rank(spec)}
+            yield Reason("plan.assumes-image-readers", readers)
+        yield Reason("plan.assumes-image-bytes", {"read": feed.read_rate, "image_bytes": IMAGE_BYTES})
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
         if spec.training.precision == "fp8":
@@ -227,7 +215,12 @@ class VisionWorkload(ImageWorkload):
         yield from super().engine_problems(spec)
 
     def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
-        return layout_warnings(spec, layout, time)
+        """Yield warnings about small batches of BatchNorm, a second forward pass, and a loader that is too slow."""
+        yield from _about_batch_norm(spec, layout)
+        if caches_gradients(spec, layout):
+            share = time.recompute / time.step
+            yield Reason("plan.caches-gradients", {"accumulation": layout.gradient_accumulation_steps, "share": share})
+        yield from loader_warnings(spec, layout, time)
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
         samples = spec.total_steps * spec.training.global_batch_size
@@ -257,6 +250,7 @@ class LlavaWorkload(ImageWorkload):
     stage_flops = staticmethod(llava_flops)
     stage_memory = staticmethod(llava_stage_memory)
     stage_time = staticmethod(llava_stage_time)
+    layout_warnings = staticmethod(loader_warnings)
 
     def cross_entropy(
         self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
@@ -269,9 +263,6 @@ class LlavaWorkload(ImageWorkload):
             key = rule.key
             yield replace(rule, key=f"model.text_config.{key[6:]}" if key.startswith("model.") else key)
         yield from super().engine_problems(spec)
-
-    def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
-        return loader_warnings(spec, layout, time)
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
         samples = spec.total_steps * spec.training.global_batch_size
