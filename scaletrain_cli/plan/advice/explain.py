@@ -16,7 +16,6 @@ from scaletrain_cli.plan.advice.explanation import (
     at_best_micro_batch,
     distinct,
     modes,
-    on_one_rank,
     row,
     sized,
     varied,
@@ -96,7 +95,7 @@ def _checkpointing_modes_on_one_rank(
     spec: RunSpec, base: Layout, device: Accelerator, **changes: int
 ) -> list[Candidate]:
     """Return the run on one rank, with each mode of activation checkpointing."""
-    one = on_one_rank(spec)
+    one = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})})
     stage = 0 if spec.training.precision in ("fp32", "tf32") else _lowest(spec)
     found = (
         sized(one, base, device, zero_stage=stage, expert_parallel=1, activation_checkpointing=mode, **changes)

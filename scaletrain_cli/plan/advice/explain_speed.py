@@ -11,7 +11,7 @@ from scaletrain_cli.plan.advice.explanation import Question, Row, modes, row, si
 from scaletrain_cli.plan.axes import CHECKPOINTING, divisors
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.result import Layout, RunPlan, Time
+from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.plan.search.layout_search import Candidate, evaluate
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
@@ -134,13 +134,10 @@ def _cut(size: int, candidate: Candidate) -> str:
 def _bubble(plan: RunPlan) -> Iterator[Question]:
     """Yield the question about the pipeline bubble, if there are pipeline stages."""
     layout, time = plan.layout, plan.time
-    stages, micro_batches, chunks = (
-        layout.pipeline_parallel,
-        layout.gradient_accumulation_steps,
-        layout.virtual_pipeline,
-    )
+    stages, micro_batches = layout.pipeline_parallel, layout.gradient_accumulation_steps
     if stages == 1:
         return
+    chunks = layout.virtual_pipeline
     share = (stages - 1) / (micro_batches * chunks)
     formula = Reason("plan.bubble-formula", {"stages": stages, "micro_batches": micro_batches, "chunks": chunks})
     rows = (
@@ -157,11 +154,12 @@ def _communication(plan: RunPlan) -> Question:
     time = plan.time
     sent = {name: size for name, size in vars(plan.network.per_step_bytes).items() if size}
     rows = [Row(f"sent for {name} parallelism", size) for name, size in sent.items()]
-    rows.append(Row("exposed (not overlapped)", seconds=time.exposed_communication, share=_exposed(time)))
+    share = time.exposed_communication / time.step
+    rows.append(Row("exposed (not overlapped)", seconds=time.exposed_communication, share=share))
     question = Reason("plan.ask-communication")
     if not sent:
         return Question("communication", question, (), None, (Reason("plan.no-communication"),))
-    verdict = Reason("plan.communication-share", {"share": _exposed(time)})
+    verdict = Reason("plan.communication-share", {"share": share})
     heaviest = max(sent, key=lambda name: sent[name])
     follows = (Reason("plan.most-traffic", {"axis": heaviest}),) if len(sent) > 1 else ()
     return Question("communication", question, tuple(rows), None, (verdict,), follows)
@@ -246,7 +244,3 @@ def _difference(chosen: Layout, other: Layout) -> str:
 def _chosen(plan: RunPlan) -> Row:
     memory = plan.memory
     return Row("as chosen", memory.peak, plan.time.step, memory.peak / memory.capacity, memory.fits, _CHOSEN)
-
-
-def _exposed(time: Time) -> float:
-    return time.exposed_communication / time.step

@@ -18,11 +18,6 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.training import LayoutSpec
 
 
-def on_one_rank(spec: RunSpec) -> RunSpec:
-    """Return the same run on one rank."""
-    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})})
-
-
 def modes(spec: RunSpec) -> tuple[str, ...]:
     """Return the modes of activation checkpointing that the network supports."""
     return workload_of(spec.model).checkpointing

@@ -48,14 +48,6 @@ class BlockKernels:
         return self.adapter_dropout or self.adapter_bytes != self.element
 
 
-def norm_over_ranks_bytes(model: ModelSpec, element: int, *, trains: bool = True) -> int:
-    """Return the bytes per channel that a norm over the channels of all tensor ranks saves (``NormOverRanks``).
-
-    It sums its squares over them, and saves its fp32 input and, if its weight ``trains``, the normalized value.
-    """
-    return _FP32 + ((_FP32 if model.zero_centered_norm else element) if trains else 0)
-
-
 def score_bytes(model: ModelSpec, element: int, heads: int) -> int:
     """Return the bytes per token that unfused attention saves of its scores, with ``heads`` heads on the rank.
 
@@ -240,7 +232,10 @@ class BlockBytes:
             if t == 1 or compiled or model.qk_norm_scope != "projection":
                 saved += self._rms(name, arrived[index], size, size // model.head_dim if over_heads else 1)
             elif arrived[index] or training.trains(name):
-                saved += size * norm_over_ranks_bytes(model, element, trains=training.trains(name)) + _FP32
+                # A norm over the channels of all tensor ranks (``NormOverRanks``) saves its fp32 input and, if its
+                # weight trains, the normalized value.
+                normalized = _FP32 if model.zero_centered_norm else element
+                saved += size * (_FP32 + (normalized if training.trains(name) else 0)) + _FP32
             arrived[index] = arrived[index] or training.trains(name)
         mixing, output = any(arrived) or training.trains(graph.sinks), graph.output
         reads = self._keeps_input(output, mixing)

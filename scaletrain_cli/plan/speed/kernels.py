@@ -74,7 +74,7 @@ def rates(device: Accelerator, precision: str) -> Rates:
     Shares that the spec states replace those of the catalogue; the backward pass of attention keeps its ratio to the
     forward pass.
     """
-    row = _rates_of(device.name)
+    row = _generations()[generation(device.name)]
     peak = device.peak_flops(precision)
     narrow = precision in ("fp8", "fp4")
     attention_peak = device.peak_flops("bf16" if narrow and precision in device.flops else precision)
@@ -211,14 +211,10 @@ def materialized_attention_seconds(
     return forward, 2 * flops + memory_seconds(scale * moved[1] * scores, 7, rate)
 
 
+@cache
 def generation(name: str) -> str:
     """Return the key in kernel_rates.json of a device: its architecture, in some cases with its power."""
     return next(key for key, row in _generations().items() if name.startswith(tuple(row["prefixes"])))
-
-
-@cache
-def _rates_of(name: str) -> dict[str, Any]:
-    return _generations()[generation(name)]
 
 
 def _generations() -> dict[str, dict[str, Any]]:

@@ -21,13 +21,9 @@ from scaletrain_cli.plan.vision.operations import (
     max_pool,
     mean_pool,
 )
-from scaletrain_cli.plan.vision.parameters import parameter_counts
+from scaletrain_cli.plan.vision.parameters import BOTTLENECK, EXPANSION, parameter_counts
 from scaletrain_cli.spec import ClipSpec, ConvNextSpec, LlavaSpec, ModelSpec, ResNetSpec, RunSpec, VitSpec
 from scaletrain_cli.spec.vision_model import ClipTextSpec, ClipVisionSpec, VisionSpec
-
-# A ResNet bottleneck has a quarter of the channels (arXiv:1512.03385, section 4.1), a ConvNeXt MLP four times as many.
-_BOTTLENECK = 4
-_EXPANSION = 4
 
 
 def resnet(model: ResNetSpec) -> VisionNetwork:
@@ -64,7 +60,7 @@ def _conv_norm(
 
 
 def _bottleneck(channels: int, features: int, side: int, out: int, last: bool) -> tuple[Operation, ...]:
-    narrow, pixels, after = features // _BOTTLENECK, side**2, out**2
+    narrow, pixels, after = features // BOTTLENECK, side**2, out**2
     return (
         *_conv_norm(channels, narrow, 1, pixels, pixels, last),
         activation(narrow * pixels),
@@ -106,7 +102,7 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
             blocks.append(Block((norm, halving), place="block", first=number))
             side = half
         pixels = side**2
-        wide, scaled = _EXPANSION * features, model.layer_scale_init_value > 0
+        wide, scaled = EXPANSION * features, model.layer_scale_init_value > 0
         layer = (
             depthwise_convolution(features, 7, pixels),
             layer_norm(features, pixels, autocast=autocast),
@@ -292,13 +288,8 @@ def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
     return device.fuses_attention(spec.training.precision, width, grouped=False)
 
 
-def training_flops(model: VisionSpec) -> int:
-    """Return the FLOPs of one sample, forward and backward: 6 per multiply-accumulate of the forward pass."""
-    return network(model).training_flops
-
-
 @lru_cache(maxsize=64)
 def vision_size(model: VisionSpec) -> ModelSize:
     """Return parameters, and training FLOPs per image, or per pair of image and text."""
     parameters, _ = parameter_counts(model)
-    return ModelSize(parameters, parameters, float(training_flops(model)))
+    return ModelSize(parameters, parameters, float(network(model).training_flops))

@@ -11,8 +11,8 @@ from scaletrain_cli.spec import ClipSpec, ConvNextSpec, LlavaSpec, ResNetSpec, V
 from scaletrain_cli.spec.vision_model import ClipTextSpec, ClipVisionSpec, VisionSpec
 
 # A ResNet bottleneck has a quarter of the channels (arXiv:1512.03385, section 4.1), a ConvNeXt MLP four times as many.
-_BOTTLENECK = 4
-_EXPANSION = 4
+BOTTLENECK = 4
+EXPANSION = 4
 _FP32_BYTES, _COUNTER_BYTES = 4, 8
 
 
@@ -99,7 +99,7 @@ def _resnet(model: ResNetSpec) -> Iterator[Parameter]:
             path = f"resnet.encoder.stages.{stage}.layers.{layer}"
             if channels != features or (stage and not layer):
                 yield from _conv_norm(f"{path}.shortcut", channels, features, 1, at)
-            narrow = features // _BOTTLENECK
+            narrow = features // BOTTLENECK
             shapes = [(channels, narrow, 1), (narrow, narrow, 3), (narrow, features, 1)]
             if model.layer_type == "basic":
                 shapes = [(channels, features, 3), (features, features, 3)]
@@ -129,8 +129,8 @@ def _convnext(model: ConvNextSpec) -> Iterator[Parameter]:
                 yield _parameter(f"{block}.layer_scale_parameter", (features,), at)
             yield from _convolution(f"{block}.dwconv", 1, features, 7, at)
             yield from _norm(f"{block}.layernorm", features, at)
-            yield from _linear(f"{block}.pwconv1", features, _EXPANSION * features, at)
-            yield from _linear(f"{block}.pwconv2", _EXPANSION * features, features, at)
+            yield from _linear(f"{block}.pwconv1", features, EXPANSION * features, at)
+            yield from _linear(f"{block}.pwconv2", EXPANSION * features, features, at)
             number += 1
         channels = features
     yield from _norm("convnext.layernorm", channels, _HEAD)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.plan.vision.networks import network, training_flops
+from scaletrain_cli.plan.vision.networks import network
 from scaletrain_cli.plan.vision.parameters import parameter_counts
 from scaletrain_cli.spec.presets import derived_dimensions, vision_presets
 from scaletrain_cli.spec.vision_model import VISION
@@ -87,7 +87,7 @@ def test_a_clip_that_is_no_preset_is_as_exact() -> None:
 
 def test_training_costs_six_operations_per_multiplication() -> None:
     model = model_of("resnet-50")
-    assert training_flops(model) == 6 * network(model).macs
+    assert network(model).training_flops == 6 * network(model).macs
 
 
 def test_convolutions_cost_with_the_area_of_the_image() -> None:
