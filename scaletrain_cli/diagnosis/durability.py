@@ -7,7 +7,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
 from scaletrain_cli.diagnosis.timing import recent_steps_seconds
 from scaletrain_cli.reasons import Reason, reason_from
 
@@ -51,9 +51,8 @@ def slow_saves(case: Case) -> Iterator[Finding]:
     in_front = case.cause("diagnosis.cause-synchronous-saves", "checkpoint.async", True)
     often = case.cause("diagnosis.cause-frequent-saves", "checkpoint.every", "auto")
     causes = (storage, often) if case.spec.checkpoint.asynchronous else (in_front, storage, often)
-    severity: Severity = "warning" if serious else "note"
     code = Reason("diagnosis.saves-slow" if slow else "diagnosis.saves-block", evidence)
-    yield Finding(code, severity, "high", causes)
+    yield Finding(code, warning_if(serious), "high", causes)
 
 
 def interval(case: Case) -> Iterator[Finding]:
@@ -78,12 +77,12 @@ def interval(case: Case) -> Iterator[Finding]:
     if excess <= 0.01 or best > case.spec.total_steps:
         return
     evidence = {"steps": steps, "best": best, "excess": excess, "losses": losses, "blocked": blocked}
-    severity: Severity = "warning" if excess > _SHARE and total > _SHORT_RUN_SECONDS else "note"
     cause = Cause(
         Reason("diagnosis.cause-long-interval" if steps > best else "diagnosis.cause-short-interval"),
         case.change("checkpoint.every", best),
     )
-    yield Finding(Reason("diagnosis.checkpoint-interval", evidence), severity, "medium", (cause,))
+    serious = excess > _SHARE and total > _SHORT_RUN_SECONDS
+    yield Finding(Reason("diagnosis.checkpoint-interval", evidence), warning_if(serious), "medium", (cause,))
 
 
 def restarts(case: Case) -> Iterator[Finding]:
@@ -103,8 +102,6 @@ def restarts(case: Case) -> Iterator[Finding]:
         return
     reasons = Counter(str(event.get("reason")) for event in ended if event.get("reason") not in (None, "done"))
     why, times = reasons.most_common(1)[0] if reasons else ("unknown", 0)
-    evidence = {"share": share, "restarts": again, "lost_work": goodput.lost_work, "set_up": set_up}
-    evidence |= {"idle": goodput.idle}
     parts = {"lost_work": goodput.lost_work, "set_up": set_up, "idle": goodput.idle}
     first = case.cause("diagnosis.cause-ends", reason=why, times=times)
     by_part = {
@@ -113,8 +110,9 @@ def restarts(case: Case) -> Iterator[Finding]:
         "idle": case.cause("diagnosis.cause-queue"),
     }
     second = by_part[max(parts, key=parts.__getitem__)]
-    severity: Severity = "warning" if goodput.wall > _SHORT_RUN_SECONDS else "note"
-    yield Finding(Reason("diagnosis.restarts", evidence), severity, "high", (first, second))
+    evidence = {"share": share, "restarts": again, **parts}
+    serious = goodput.wall > _SHORT_RUN_SECONDS
+    yield Finding(Reason("diagnosis.restarts", evidence), warning_if(serious), "high", (first, second))
 
 
 def hangs(case: Case) -> Iterator[Finding]:

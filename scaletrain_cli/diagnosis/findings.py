@@ -17,6 +17,10 @@ _SUBJECTS = ("source", "layer", "gpu", "node", "rank")
 _OF_ANY_RANK = ("diagnosis.data-wait", "diagnosis.memory-grows", "diagnosis.memory-grows-full")
 
 
+def warning_if(serious: bool) -> Severity:
+    return "warning" if serious else "note"
+
+
 @dataclass(frozen=True)
 class Change:
     """A change of the spec: ``key``, its location (``file:line``), its value, and another one if it can be named."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median, spikes
-from scaletrain_cli.diagnosis.findings import Finding, Severity
+from scaletrain_cli.diagnosis.findings import Finding, Severity, warning_if
 from scaletrain_cli.reasons import Reason
 
 _CHECKS = 3
@@ -159,9 +159,9 @@ def always_clipped(case: Case) -> Iterator[Finding]:
         norm=usual,
     )
     high = case.rate_too_high()
-    severity: Severity = "warning" if training.optimizer.traits.kind == "sgd" else "note"
     causes = (high, low) if usual > _HIGH_NORM else (low,)
-    yield Finding(Reason("diagnosis.always-clipped", evidence), severity, "high", causes)
+    serious = training.optimizer.traits.kind == "sgd"
+    yield Finding(Reason("diagnosis.always-clipped", evidence), warning_if(serious), "high", causes)
 
 
 def norm_trend(case: Case) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case, grown, share, worst
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.findings import Finding, Severity
+from scaletrain_cli.diagnosis.findings import Finding, warning_if
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.telemetry.run import Telemetry, read_telemetry
@@ -167,8 +167,7 @@ def cpu_throttled(case: Case) -> Iterator[Finding]:
         case.cause("diagnosis.cause-cpu-quota", "cluster"),
         case.cause("diagnosis.cause-many-workers", "data.loader.workers"),
     )
-    severity: Severity = "warning" if part > _MUCH_THROTTLED else "note"
-    yield Finding(Reason("diagnosis.cpu-throttled", evidence), severity, "high", causes)
+    yield Finding(Reason("diagnosis.cpu-throttled", evidence), warning_if(part > _MUCH_THROTTLED), "high", causes)
 
 
 def memory_short(case: Case) -> Iterator[Finding]:

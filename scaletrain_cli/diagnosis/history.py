@@ -74,6 +74,12 @@ class History:
         pairs = [(step, value) for step, value in zip(self.steps, self.column(name), strict=True) if value == value]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
+    def of_last_attempt(self, *columns: str) -> list[tuple[Any, ...]]:
+        """Return the step and these columns of the measured steps of the newest attempt that have the first column."""
+        attempts = self.column("attempt")
+        rows = zip(zip(self.steps, *map(self.column, columns), strict=True), attempts, strict=True)
+        return [row for row, attempt in rows if attempt == attempts[-1] and row[1] == row[1]]
+
     @property
     def last_step(self) -> int:
         """The last measured step; 0 before the first."""

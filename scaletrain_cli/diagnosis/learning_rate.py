@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from scaletrain_cli.diagnosis.case import FEWEST, Case, recent
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.findings import Finding, Severity
+from scaletrain_cli.diagnosis.findings import Finding, warning_if
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
 
@@ -145,8 +145,7 @@ def batch_too_large(case: Case) -> Iterator[Finding]:
         case.cause("diagnosis.cause-large-batch", "training.global_batch_size", smaller),
         case.cause("diagnosis.cause-rate-for-batch", "training.optimizer.lr", lr=case.peak_rate),
     )
-    severity: Severity = "warning" if batch > _MUCH_WASTE * scale else "note"
-    yield Finding(Reason("diagnosis.batch-too-large", evidence), severity, "low", causes)
+    yield Finding(Reason("diagnosis.batch-too-large", evidence), warning_if(batch > _MUCH_WASTE * scale), "low", causes)
 
 
 def _rise(case: Case) -> _Rise | None:

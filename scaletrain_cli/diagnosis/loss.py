@@ -6,7 +6,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case, Curve
 from scaletrain_cli.diagnosis.curves import autocorrelation, deviation, median, residuals, spikes, swing, theil_sen
-from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity, warning_if
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
 
@@ -227,8 +227,8 @@ def spiking(case: Case) -> Iterator[Finding]:
     slow = case.cause("diagnosis.cause-slow-second-moment", "training.optimizer.betas", betas, beta=beta)
     unstable = (high, slow, bad_batch) if beta > 0.95 else (high, bad_batch)
     causes = unstable if many or stays else (bad_batch, high)
-    severity: Severity = "warning" if stays or many or rolled or recorded else "note"
-    yield Finding(Reason("diagnosis.loss-spikes", evidence), severity, "high", causes)
+    serious = stays or many or bool(recorded)
+    yield Finding(Reason("diagnosis.loss-spikes", evidence), warning_if(serious), "high", causes)
 
 
 def not_finite(case: Case) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from scaletrain_cli.diagnosis.case import Case
-from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.telemetry.series import Series
 
@@ -28,10 +28,7 @@ def growing(case: Case) -> Iterator[Finding]:
     before the last step. An attempt begins anew. On a CPU only a warning, and with low confidence: resident memory also
     counts free blocks, which become more over thousands of allocations while no more is in use.
     """
-    # The measured steps of the newest attempt.
-    history = case.history
-    rows = list(zip(history.steps, history.column("attempt"), history.column("memory_bytes"), strict=True))
-    own = [(step, size) for step, attempt, size in rows if attempt == rows[-1][1] and size == size]
+    own = case.history.of_last_attempt("memory_bytes")
     by_rank = {rank: _telemetry_peaks(series) for rank, series in case.telemetry.ranks.items()}
     found = {rank: growth for rank, rows in by_rank.items() if (growth := _growth(rows)) is not None}
     if not found and len(own) >= _FEWEST and (growth := _growth(own)) is not None:
@@ -47,11 +44,10 @@ def growing(case: Case) -> Iterator[Finding]:
     reaches = full <= case.spec.total_steps
     if case.on_cpu and not reaches:
         return
-    severity: Severity = "warning" if reaches else "note"
     free_blocks = (case.cause("diagnosis.cause-free-blocks"),) if case.on_cpu else ()
     causes = (*free_blocks, case.cause("diagnosis.cause-leak"), case.cause("diagnosis.cause-larger-batches", "data"))
     code = Reason("diagnosis.memory-grows-full" if reaches else "diagnosis.memory-grows", evidence)
-    yield Finding(code, severity, "low" if case.on_cpu else "medium", causes)
+    yield Finding(code, warning_if(reaches), "low" if case.on_cpu else "medium", causes)
 
 
 def nearly_full(case: Case) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
 from scaletrain_cli.diagnosis.timing import planned_step_seconds, recent_steps, recent_steps_seconds
 from scaletrain_cli.reasons import Reason
 
@@ -38,7 +38,6 @@ def data_wait(case: Case) -> Iterator[Finding]:
     if share <= _WAIT_SHARE:
         return
     wait = share * median(seconds) if seconds else 0.0
-    severity: Severity = "warning" if share > _HIGH_WAIT_SHARE and wait >= _LEAST_WAIT_SECONDS else "note"
     loader = case.spec.data.loader
     recorded = next((event.get("workers") for event in reversed(events)), None)
     workers = recorded if isinstance(recorded, int) else loader.workers if isinstance(loader.workers, int) else None
@@ -49,7 +48,8 @@ def data_wait(case: Case) -> Iterator[Finding]:
     causes: tuple[Cause, ...] = (few, slow_storage(case))
     if case.spec.code.own_program:
         causes = (case.cause("diagnosis.cause-own-loader"),)
-    yield Finding(Reason("diagnosis.data-wait", evidence), severity, "high", causes)
+    serious = share > _HIGH_WAIT_SHARE and wait >= _LEAST_WAIT_SECONDS
+    yield Finding(Reason("diagnosis.data-wait", evidence), warning_if(serious), "high", causes)
 
 
 def few_workers(case: Case, workers: int) -> Cause:
@@ -117,9 +117,8 @@ def slower_than_plan(case: Case) -> Iterator[Finding]:
     ranked.sort(key=lambda pair: -pair[0])
     evidence = {"measured": measured, "planned": planned, "times": measured / planned}
     much = max(_MUCH_SLOWER, case.plan.p90_ratio)
-    severity: Severity = "warning" if measured > much * planned else "note"
     why = Reason("diagnosis.slower-than-plan", evidence)
-    yield Finding(why, severity, "high", tuple(cause for _, cause in ranked))
+    yield Finding(why, warning_if(measured > much * planned), "high", tuple(cause for _, cause in ranked))
 
 
 def slowing_down(case: Case) -> Iterator[Finding]:
@@ -129,7 +128,7 @@ def slowing_down(case: Case) -> Iterator[Finding]:
     throughout, so throttled or shared devices, growing waits and fragmentation are what changes. A warning from 1.5
     times; on a CPU, which other processes share, a note.
     """
-    rows = _of_last_attempt(case)
+    rows = case.history.of_last_attempt("step_seconds", "data_wait")
     if len(rows) < 3 * 100 or case.changes_while_training:
         return
     early, now = median([row[1] for row in rows[10:110]]), median([row[1] for row in rows[-100:]])
@@ -141,17 +140,5 @@ def slowing_down(case: Case) -> Iterator[Finding]:
     data = case.cause("diagnosis.cause-growing-wait", "data.loader.workers", wait=waited)
     device = case.cause("diagnosis.cause-slower-device")
     causes = (data, device) if waited > (now - early) / 2 else (device, data) if waited > 0 else (device,)
-    severity: Severity = "warning" if now > _SLOWING_MUCH * early and not case.on_cpu else "note"
-    yield Finding(Reason("diagnosis.slowing-down", evidence), severity, "medium", causes)
-
-
-def _of_last_attempt(case: Case) -> list[tuple[int, float, float]]:
-    """Return (step, seconds, wait) of the measured steps of the newest attempt."""
-    history = case.history
-    attempts, seconds = history.column("attempt"), history.column("step_seconds")
-    waits = history.column("data_wait")
-    if not len(history):
-        return []
-    newest = attempts[-1]
-    rows = zip(history.steps, attempts, seconds, waits, strict=True)
-    return [(step, second, wait) for step, attempt, second, wait in rows if attempt == newest and second == second]
+    serious = now > _SLOWING_MUCH * early and not case.on_cpu
+    yield Finding(Reason("diagnosis.slowing-down", evidence), warning_if(serious), "medium", causes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median, noise, theil_sen
-from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
 
@@ -145,10 +145,9 @@ def many_epochs(case: Case) -> Iterator[Finding]:
         return
     falls = [fall for fall, _ in _falls(case, _borders(case))]
     evidence = {"epochs": epochs, "tokens": dataset.train_tokens, "fall": max(0.0, median(falls)) if falls else 0.0}
-    severity: Severity = "warning" if epochs > _MANY_EPOCHS else "note"
     few = case.cause("diagnosis.cause-little-data", "data")
     long = case.cause("diagnosis.cause-many-epochs", "training.steps")
-    yield Finding(Reason("diagnosis.data-repeated", evidence), severity, "high", (few, long))
+    yield Finding(Reason("diagnosis.data-repeated", evidence), warning_if(epochs > _MANY_EPOCHS), "high", (few, long))
 
 
 def stairs(case: Case) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case, grown, level, levels, share, worst
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
 from scaletrain_cli.diagnosis.speed import slow_rank
 from scaletrain_cli.diagnosis.timing import planned_step_seconds, recent_steps_seconds
 from scaletrain_cli.errors import UsageError
@@ -26,11 +26,11 @@ _SLOWER_RANK, _EXCESS_SHARE = 1.5, 0.2
 _GAIN, _LARGE_GAIN = 0.1, 0.25
 _ROOM = 0.7
 _PARTS = {
-    "data_wait": "data.loader.workers",
-    "communication": "layout",
-    "optimizer": "layout.offload",
-    "forward": "training.micro_batch_size",
-    "backward": "training.micro_batch_size",
+    "data_wait": ("diagnosis.cause-part-data", "data.loader.workers"),
+    "communication": ("diagnosis.cause-part-communication", "layout"),
+    "optimizer": ("diagnosis.cause-part-optimizer", "layout.offload"),
+    "forward": ("diagnosis.cause-part-forward", "training.micro_batch_size"),
+    "backward": ("diagnosis.cause-part-backward", "training.micro_batch_size"),
 }
 
 
@@ -57,8 +57,7 @@ def host_bound(case: Case) -> Iterator[Finding]:
     if not layout.compile:
         causes.append(case.cause("diagnosis.cause-not-compiled", "training.compile", True))
     causes.append(case.cause("diagnosis.cause-small-kernels", "model"))
-    severity: Severity = "warning" if usual < _VERY_IDLE else "note"
-    yield Finding(Reason("diagnosis.host-bound", evidence), severity, "medium", tuple(causes))
+    yield Finding(Reason("diagnosis.host-bound", evidence), warning_if(usual < _VERY_IDLE), "medium", tuple(causes))
 
 
 def communication(case: Case) -> Iterator[Finding]:
@@ -90,9 +89,7 @@ def communication(case: Case) -> Iterator[Finding]:
         causes.append(case.cause("diagnosis.cause-small-batch", "training.global_batch_size"))
     if layout.zero_stage == 3:
         causes.append(case.cause("diagnosis.cause-sharded-weights", "layout.zero_stage", 1))
-    yield Finding(
-        Reason("diagnosis.communication-bound", evidence), "warning" if serious else "note", "medium", tuple(causes)
-    )
+    yield Finding(Reason("diagnosis.communication-bound", evidence), warning_if(serious), "medium", tuple(causes))
 
 
 def slow_work(case: Case) -> Iterator[Finding]:
@@ -184,9 +181,9 @@ def small_micro_batches(case: Case) -> Iterator[Finding]:
     gain, size, plan = best
     evidence = {"micro_batch": layout.micro_batch_size, "passes": layout.gradient_accumulation_steps, "gain": gain}
     evidence |= {"peak": plan.memory.peak, "capacity": plan.memory.capacity, "larger": size}
-    severity: Severity = "warning" if gain > _LARGE_GAIN and not case.on_cpu else "note"
+    serious = gain > _LARGE_GAIN and not case.on_cpu
     yield Finding(
-        Reason("diagnosis.micro-batches-small", evidence), severity, "low" if case.on_cpu else "medium",
+        Reason("diagnosis.micro-batches-small", evidence), warning_if(serious), "low" if case.on_cpu else "medium",
         (_small_micro_batch(case, size),),
     )  # fmt: skip
 
@@ -212,8 +209,7 @@ def needless_recomputation(case: Case) -> Iterator[Finding]:
         return
     evidence = {"mode": layout.activation_checkpointing, "used": used, "peak": peak, "capacity": capacity, "gain": gain}
     cause = case.cause("diagnosis.cause-recomputes", "layout.activation_checkpointing", "none")
-    severity: Severity = "warning" if gain > 0.15 else "note"
-    yield Finding(Reason("diagnosis.recomputation-needless", evidence), severity, "medium", (cause,))
+    yield Finding(Reason("diagnosis.recomputation-needless", evidence), warning_if(gain > 0.15), "medium", (cause,))
 
 
 def low_utilization(case: Case) -> Iterator[Finding]:
@@ -229,33 +225,19 @@ def low_utilization(case: Case) -> Iterator[Finding]:
     expected = case.plan.time
     seconds = {column: level(case, rank, f"{column}_seconds") for column in _PARTS}
     known = {column: value for column, value in seconds.items() if value is not None and value > 0.02 * step}
-    of_step = {column: {"share": value / step, "seconds": value} for column, value in known.items()}
-    reasons = {
-        "data_wait": lambda params: Reason("diagnosis.cause-part-data", params),
-        "communication": lambda params: Reason("diagnosis.cause-part-communication", params),
-        "optimizer": lambda params: Reason("diagnosis.cause-part-optimizer", params),
-        "forward": lambda params: Reason("diagnosis.cause-part-forward", params),
-        "backward": lambda params: Reason("diagnosis.cause-part-backward", params),
-    }
     usual = {
         "data_wait": expected.data_wait,
         "communication": expected.exposed_communication,
         "optimizer": expected.optimizer,
     }
     parts = [
-        (value - usual.get(column, 0.0), Cause(reasons[column](of_step[column]), case.change(_PARTS[column])))
+        (value - usual.get(column, 0.0), case.cause(*_PARTS[column], share=value / step, seconds=value))
         for column, value in known.items()
     ]
     parts.sort(key=lambda pair: -pair[0])
-    evidence: dict[str, Any] = {
-        "mfu": measured,
-        "planned": planned,
-        "step": step,
-        "expected": planned_step_seconds(case),
-    }
-    severity: Severity = "warning" if measured < 0.5 * planned else "note"
+    evidence = {"mfu": measured, "planned": planned, "step": step, "expected": planned_step_seconds(case)}
     causes = tuple(cause for _, cause in parts) or (case.cause("diagnosis.cause-not-split"),)
-    yield Finding(Reason("diagnosis.utilization-low", evidence), severity, "medium", causes)
+    yield Finding(Reason("diagnosis.utilization-low", evidence), warning_if(measured < 0.5 * planned), "medium", causes)
 
 
 def _of_gpu(case: Case, gpu: str, part: float) -> dict[str, Any]:
