@@ -33,6 +33,7 @@ from scaletrain_cli.spec.quantities import (
     PositiveBytes,
     PositiveSeconds,
     Seconds,
+    SomeShare,
     Text,
     not_a_switch,
     or_word,
@@ -87,25 +88,22 @@ class AcceleratorSpec(Section):
     )
 
 
-Share = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)]
-
-
 class EfficiencySpec(Section):
     """Shares of the device's rates that large kernels reach in a long run; null: those of the planner's catalogue."""
 
-    matmul: Share | None = Field(default=None, description="of the peak FLOP/s of the precision: matrix products")
-    attention: Share | None = Field(default=None, description="the same: the forward pass of fused attention")
-    memory: Share | None = Field(default=None, description="of the memory bandwidth: memory-bound kernels")
+    matmul: SomeShare | None = Field(default=None, description="of the peak FLOP/s of the precision: matrix products")
+    attention: SomeShare | None = Field(default=None, description="the same: the forward pass of fused attention")
+    memory: SomeShare | None = Field(default=None, description="of the memory bandwidth: memory-bound kernels")
 
 
 class NetworkFigures(Section):
     """Measured figures of the links between nodes; null: those of ``cluster.network`` in the planner's catalogue."""
 
-    all_reduce: Share | None = Field(
+    all_reduce: SomeShare | None = Field(
         default=None, description="bus bandwidth of an all-reduce over all nodes, as a share of inter_node_bandwidth"
     )
-    all_gather: Share | None = Field(default=None, description="the same for all-gather and reduce-scatter")
-    point_to_point: Share | None = Field(default=None, description="the same for a send between two GPUs")
+    all_gather: SomeShare | None = Field(default=None, description="the same for all-gather and reduce-scatter")
+    point_to_point: SomeShare | None = Field(default=None, description="the same for a send between two GPUs")
     latency: LatencySeconds | None = Field(default=None, description="that one more node adds to a collective")
     message_latency: LatencySeconds | None = Field(default=None, description="of one message between two nodes")
 
@@ -323,10 +321,8 @@ class ClusterSpec(OpenSection):
         sections = {name: getattr(self, name) for name in BUILT_IN if hasattr(self, name)} | {**self.plugins}
         for name, section in sections.items():
             if isinstance(section, BackendSection):
-                for key, message in section.cluster_inconsistencies(grace_seconds=self.grace_seconds):
-                    yield f"{name}.{key}", message
-                for key, message in section.inconsistencies():
-                    yield f"{name}.{key}", message
+                of_cluster = section.cluster_inconsistencies(grace_seconds=self.grace_seconds)
+                yield from ((f"{name}.{key}", message) for key, message in (*of_cluster, *section.inconsistencies()))
 
     def _range_inconsistencies(self, given: NodeRange) -> Iterator[tuple[str, str]]:
         if given.min >= given.max:

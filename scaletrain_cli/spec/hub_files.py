@@ -44,10 +44,10 @@ from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES, SHARD_SUFFIX, TABLE_
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.run import RunSpec
 from scaletrain_cli.spec.splits import read_split
+from scaletrain_cli.spec.weight_files import INDEX, SINGLE
 
 Purpose = Literal["weights", "beside_weights", "adapter", "tokenizer", "template", "source"]
 CONFIG = "config.json"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT writes them
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 # What transformers, vLLM and llama.cpp read of a tokenizer beside tokenizer.json; exports copy what fits the patterns.

@@ -213,10 +213,10 @@ def section_differences(spec: Section, trained: Mapping[str, Any], path: str) ->
             theirs = trained.get(key, field.default)
             theirs = tuple(theirs) if isinstance(theirs, list) else theirs
             if ours != theirs:
-                yield f"{path}{key}", _listed(ours), _listed(theirs)
+                yield f"{path}{key}", listed(ours), listed(theirs)
 
 
-def _listed(value: object) -> object:
+def listed(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -251,7 +251,7 @@ def vision_to_config(model: AnyVision, write_text: Callable[[Any], dict[str, Any
             if isinstance(model, ClipSpec):
                 config[key]["projection_dim"] = model.projection_dim
         else:
-            config[key] = write_text(value) if isinstance(value, Section) else _listed(value)
+            config[key] = write_text(value) if isinstance(value, Section) else listed(value)
     if isinstance(model, ConvNextSpec):
         config |= {"num_stages": len(model.depths), "hidden_act": "gelu"}
     if isinstance(model, ResNetSpec):

@@ -9,6 +9,7 @@ from scaletrain_cli.spec.hugging_face import from_config, known_keys, read_confi
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, LATENT_KEYS, OF_EXPERTS, TRAITS
 from scaletrain_cli.spec.hugging_face_vision import (
     AnyVision,
+    listed,
     read_tower,
     section_differences,
     vision_differences,
@@ -111,11 +112,7 @@ def _dense_differences(spec: ModelSpec, trained: dict[str, Any]) -> Iterator[tup
     other = spec.model_copy(update={**theirs, "num_experts": trained.get("num_experts", 0)})
     if any(spec.has_experts(block) != other.has_experts(block) for block in range(_compared_layers(spec))):
         changed = (key for key in _DENSE_BLOCKS if getattr(spec, key) != theirs[key])
-        yield from ((key, _as_list(getattr(spec, key)), _as_list(theirs[key])) for key in changed)
-
-
-def _as_list(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+        yield from ((key, listed(getattr(spec, key)), listed(theirs[key])) for key in changed)
 
 
 def _compared_layers(spec: ModelSpec) -> int:

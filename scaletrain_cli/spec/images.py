@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from scaletrain_cli.spec.quantities import NonNegative, Positive, Text, not_a_switch, valid_if
+from scaletrain_cli.spec.quantities import NonNegative, Positive, Share, SomeShare, Text, not_a_switch, valid_if
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 
-Probability = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
 Color = Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=4)]
 
 
@@ -61,14 +60,14 @@ class RandAugmentSpec(Section):
     num_ops: Annotated[int, Field(strict=True, ge=1, le=16)] = Field(default=2, description="operations per image")
     magnitude: Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=10)] = 9.0
     magnitude_std: NonNegative = Field(default=0.5, description="standard deviation of the magnitude of an operation")
-    probability: Probability = Field(default=0.5, description="of each operation")
+    probability: Share = Field(default=0.5, description="of each operation")
     increasing: bool = Field(default=True, description="a larger magnitude always changes the image more")
 
 
 class RandomErasingSpec(Section):
     """A rectangle is replaced by the mean of the dataset (arXiv:1708.04896)."""
 
-    probability: Probability = 0.25
+    probability: Share = 0.25
     scale: AreaRange = Field(default=(0.02, 1 / 3), description="share of the area of the image")
     ratio: Range = Field(default=(0.3, 1 / 0.3), description="height over width, uniform in its logarithm")
 
@@ -83,14 +82,14 @@ class AugmentSpec(Section):
         default=RandomResizedCropSpec(),
         description="null: the image as in evaluation, resized and cropped at its center",
     )
-    horizontal_flip: Probability = 0.5
+    horizontal_flip: Share = 0.5
     color_jitter: ColorJitterSpec | None = None
     rand_augment: RandAugmentSpec | None = None
     random_erasing: RandomErasingSpec | None = None
     mixup: NonNegative = Field(default=0.0, description="alpha of mixup (arXiv:1710.09412); 0: none")
     cutmix: NonNegative = Field(default=0.0, description="alpha of CutMix (arXiv:1905.04899); 0: none")
-    mix_probability: Annotated[Probability, _MIXES] = Field(default=1.0, description="of mixing a pair of images")
-    switch_probability: Annotated[Probability, _MIXES] = Field(
+    mix_probability: Annotated[Share, _MIXES] = Field(default=1.0, description="of mixing a pair of images")
+    switch_probability: Annotated[Share, _MIXES] = Field(
         default=0.5, description="of CutMix, where both alphas are above 0"
     )
 
@@ -115,7 +114,7 @@ class ImagesSpec(Section):
     )
     std: Color | None = Field(default=None, description="of each channel; null: that of the family, 0.5 without RGB")
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    crop_ratio: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1), _WITHOUT_ROWS] = Field(
+    crop_ratio: Annotated[SomeShare, _WITHOUT_ROWS] = Field(
         default=0.875, description="evaluation: share of the resized image that is cropped at its center"
     )
     aspect: Annotated[Literal["crop", "pad"], _WITH_ROWS] = Field(

@@ -136,11 +136,8 @@ def parse_spec(
         cluster.apply_to(raw, source)
     problems = _apply(raw, overrides, source)
     incomplete = _complete_model(raw, base_dir, source)
-    spec, found = _validate(raw, source, model_is_known=not incomplete)
-    problems += incomplete + found
-    if spec is not None:
-        problems += unused_keys(spec, given, source)
-    problems = with_secrets(problems, raw, source)
+    spec, found = _validate(raw, given, source, model_is_known=not incomplete)
+    problems = with_secrets(problems + incomplete + found, raw, source)
     if problems or spec is None:
         count = len(problems)
         raise SpecError(f"{file}: {counted(count, 'problem')} in the run spec", tuple(problems), file=file)
@@ -162,11 +159,8 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
     _apply(given, overrides, Source(file))
     # An emptied override counts as missing, as in a file.
     raw = {key: value for key, value in raw.items() if value is not None}
-    new, found = _validate(raw, source, model_is_known=True)
-    problems += found
-    if new is not None:
-        problems += unused_keys(new, given, source)
-    problems = with_secrets(problems, raw, source)
+    new, found = _validate(raw, given, source, model_is_known=True)
+    problems = with_secrets(problems + found, raw, source)
     if problems or new is None:
         raise SpecError("the overrides do not give a valid run spec", tuple(problems))
     new.read_from(source)
@@ -301,8 +295,13 @@ def _reads_hub(model: dict[str, Any]) -> bool:
     return any(isinstance(config, str) and is_reference(config) for config in configs)
 
 
-def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> tuple[RunSpec | None, list[Problem]]:
-    """Return the field errors of every section, then contradictions within and between valid sections."""
+def _validate(
+    raw: dict[str, Any], given: Mapping[str, Any], source: Source, *, model_is_known: bool
+) -> tuple[RunSpec | None, list[Problem]]:
+    """Return the field errors of every section, then contradictions within and between valid sections.
+
+    Of a spec without field errors also keys in ``given`` that have no effect.
+    """
     try:
         spec = RunSpec.model_validate(raw)
     except ValidationError as error:
@@ -319,7 +318,7 @@ def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> t
                 problems += contradictions(section.model_validate(raw[name]), (name,), source)
         return None, list(dict.fromkeys(problems))
     problems = [p for name in RunSpec.model_fields for p in contradictions(getattr(spec, name), (name,), source)]
-    return spec, problems + list(contradictions(spec, (), source))
+    return spec, [*problems, *contradictions(spec, (), source), *unused_keys(spec, given, source)]
 
 
 def _follows(

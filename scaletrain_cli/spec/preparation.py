@@ -8,14 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from scaletrain_cli.spec.quantities import Matching, Text, Whole, WholeOrZero, not_a_switch
+from scaletrain_cli.spec.quantities import Matching, Share, SomeShare, Text, Whole, WholeOrZero, not_a_switch
 from scaletrain_cli.spec.section import LEFT_OUT, Section
 from scaletrain_cli.text import did_you_mean
 
 # From nothing to everything, both included: a share of the lines, of the words or of the characters of a document.
-Share = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
 _Hundred = Annotated[int, Field(strict=True, ge=1, le=100)]
-SomeShare = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)]
 Number = Annotated[float, BeforeValidator(not_a_switch), Field(ge=-1e12, le=1e12)]
 Language = Annotated[str, Matching(r"[a-z]{2,3}", 3, "must be a language code of ISO 639, such as en")]
 # What py3langid 0.4 tells apart; zxx is no language. A test compares.

@@ -126,9 +126,8 @@ def field_problem(detail: Any, source: Source) -> Problem:
     context, given = detail.get("ctx", {}), detail["input"]
     if kind == "extra_forbidden":
         known = known_keys(detail["loc"][:-1])
-        return Problem(
-            place, dotted, "unknown key.", hint=f"{did_you_mean(str(key[-1]), known)}Known keys: {comma(known)}."
-        )
+        near = did_you_mean(str(key[-1]), known)
+        return Problem(place, dotted, "unknown key.", hint=f"{near}Known keys: {', '.join(known)}.")
     if kind == "missing":
         if isinstance(key[-1], int):
             return Problem(source.place(key[:-1]), ".".join(map(shown, key[:-1])), "has too few items.", shown(given))
@@ -141,7 +140,7 @@ def field_problem(detail: Any, source: Source) -> Problem:
     if dotted == "model.family" and kind != "plugin_broken":
         families = [*FAMILIES, *plugins(MODEL_FAMILIES, FAMILIES)]
         hint = did_you_mean(shown(given), families).strip() or None
-        return Problem(place, dotted, f"must be one of {comma(families)}.", shown(given), hint)
+        return Problem(place, dotted, f"must be one of {', '.join(families)}.", shown(given), hint)
     if kind == "string_pattern_mismatch":
         # Texts of our own spec that have a pattern have their own message (spec.quantities.matching), or only forbid
         # NUL. The options of a back end or a tracker of another package may have any pattern.
@@ -180,10 +179,6 @@ def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
 def placed(spec: RunSpec, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
     """Return the problems; those with only a key get the location of that key in the spec."""
     return tuple(replace(each, where=spec.where(each.key)) if each.where == "run spec" else each for each in problems)
-
-
-def comma(names: list[str]) -> str:
-    return ", ".join(names)
 
 
 def known_keys(key: Key) -> list[str]:

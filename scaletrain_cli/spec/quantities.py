@@ -181,6 +181,8 @@ WholeOrZero = Annotated[int, Field(strict=True, ge=0, le=LARGEST_WHOLE)]
 Positive = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1e12)]
 NonNegative = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1e12)]
 Fraction = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, lt=1)]
+Share = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
+SomeShare = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)]
 MOST_EPOCHS = 1e6
 Epochs = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=MOST_EPOCHS)]
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from scaletrain_cli.plugins import OPTIMIZERS, PluginError
 from scaletrain_cli.spec.adapter import Targets
@@ -24,10 +24,10 @@ from scaletrain_cli.spec.quantities import (
     Fraction,
     NonNegative,
     Positive,
+    SomeShare,
     Text,
     Whole,
     WholeOrZero,
-    not_a_switch,
     valid_if,
 )
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
@@ -140,7 +140,7 @@ class OptimizerSpec(Section):
     decay_embeddings: Annotated[
         bool, used_when(where_not("training.optimizer.weight_decay", 0.0), where_not("training.trainable", ()))
     ] = Field(default=True, description="apply weight decay to token and position embeddings and a tied head")
-    layer_decay: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)] = Field(
+    layer_decay: SomeShare = Field(
         default=1.0, description="factor of the learning rate per block, from the head down (arXiv:2106.08254)"
     )
     momentum: Annotated[Fraction, used_when(where(_OPTIMIZER, *optimizers_that_read("momentum")))] = Field(
