@@ -5,7 +5,6 @@ Names and shapes are those of the engine's modules and of Hugging Face's files, 
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 from scaletrain_cli.plan.parameter import EngineTensor, Parameter, engine_tensors
 from scaletrain_cli.plan.vision.parameters import vision_buffers, vision_parameters, vision_tower
@@ -15,17 +14,6 @@ from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.hybrid import BlockParts
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.vision_model import ClipVisionSpec
-
-
-class _Linear(NamedTuple):
-    """A linear layer of a block: its name within the block, output and input size, and how tensor ranks shard it."""
-
-    name: str
-    outputs: int
-    inputs: int
-    sharded: str | None  # "outputs", "inputs" or None
-    bias: bool
-    heads: tuple[int, ...] = ()  # see Parameter
 
 
 @lru_cache(maxsize=64)
@@ -208,10 +196,8 @@ def _llama_attention(model: ModelSpec, path: str, block: int) -> Iterator[Parame
     separate = (("q_proj", queries, heads), ("k_proj", keys, of_keys), ("v_proj", keys, of_keys))
     joined = (("qkv_proj", queries + 2 * keys, (*heads, *of_keys, *of_keys)),)
     for name, outputs, shards in joined if model.fused_projections else separate:
-        layer = _Linear(f"self_attn.{name}", outputs, hidden, "outputs", model.has_qkv_bias, shards)
-        yield from _linear(path, block, layer)
-    output = _Linear("self_attn.o_proj", hidden, queries, "inputs", model.has_output_bias, heads)
-    yield from _linear(path, block, output)
+        yield from _linear(path, block, f"self_attn.{name}", outputs, hidden, "outputs", model.has_qkv_bias, shards)
+    yield from _linear(path, block, "self_attn.o_proj", hidden, queries, "inputs", model.has_output_bias, heads)
     over_heads = model.qk_norm_scope == "head"
     weighted = model.qk_norm and model.qk_norm_scope != "unweighted"
     for name, size, shards in (("q_norm", queries, heads), ("k_norm", keys, of_keys)) if weighted else ():
@@ -224,16 +210,14 @@ def _mamba(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
     mamba = model.mamba
     assert mamba is not None
     inner, state = mamba.inner_size, mamba.state_size
-    yield from _linear(
-        path, block, _Linear("in_proj", mamba.projected_size, model.hidden_size, "outputs", mamba.proj_bias)
-    )
+    yield from _linear(path, block, "in_proj", mamba.projected_size, model.hidden_size, "outputs", mamba.proj_bias)
     name = f"{path}.conv1d.weight"
     yield Parameter(name, (mamba.conv_size, 1, mamba.conv_kernel), "block", block, 0, name)
     if mamba.conv_bias:
         yield _vector(f"{path}.conv1d.bias", mamba.conv_size, block, 0)
     if mamba.dt_rank:
-        yield from _linear(path, block, _Linear("x_proj", mamba.dt_rank + 2 * state, inner, "inputs", False))
-        yield from _linear(path, block, _Linear("dt_proj", inner, mamba.dt_rank, "outputs", True))
+        yield from _linear(path, block, "x_proj", mamba.dt_rank + 2 * state, inner, "inputs", False)
+        yield from _linear(path, block, "dt_proj", inner, mamba.dt_rank, "outputs", True)
         yield Parameter(f"{path}.A_log", (inner, state), "block", block, 0, f"{path}.A_log")
         yield _vector(f"{path}.D", inner, block, 0)
         norms = (("dt", mamba.dt_rank), ("b", state), ("c", state)) if mamba.inner_norms else ()
@@ -242,7 +226,7 @@ def _mamba(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
         yield from (_vector(f"{path}.{name}", mamba.num_heads, block, 0) for name in ("A_log", "D", "dt_bias"))
         if mamba.inner_norms:
             yield _vector(f"{path}.norm.weight", inner, block, 0)
-    yield from _linear(path, block, _Linear("out_proj", model.hidden_size, inner, "inputs", mamba.proj_bias))
+    yield from _linear(path, block, "out_proj", model.hidden_size, inner, "inputs", mamba.proj_bias)
 
 
 def _mlp(model: ModelSpec, path: str, name: str, block: int, inner: int) -> Iterator[Parameter]:
@@ -250,14 +234,14 @@ def _mlp(model: ModelSpec, path: str, name: str, block: int, inner: int) -> Iter
     separate = ("gate_proj", "up_proj") if model.has_gated_mlp else ("up_proj",)
     for inputs in ("gate_up_proj",) if model.fused_projections else separate:
         outputs = inner * len(separate) if model.fused_projections else inner
-        yield from _linear(path, block, _Linear(f"{name}.{inputs}", outputs, hidden, "outputs", bias))
-    yield from _linear(path, block, _Linear(f"{name}.down_proj", hidden, inner, "inputs", bias))
+        yield from _linear(path, block, f"{name}.{inputs}", outputs, hidden, "outputs", bias)
+    yield from _linear(path, block, f"{name}.down_proj", hidden, inner, "inputs", bias)
 
 
 def _experts(model: ModelSpec, path: str, block: int, count: int) -> Iterator[Parameter]:
     """Yield router, routed experts and shared experts; the engine stacks the routed ones."""
     hidden, inner = model.hidden_size, model.expert_size
-    yield from _linear(path, block, _Linear("gate", model.num_experts, hidden, None, model.router_bias))
+    yield from _linear(path, block, "gate", model.num_experts, hidden, None, model.router_bias)
     stacks = (
         ("gate_up_proj", ("gate_proj", "up_proj") if model.has_gated_mlp else ("up_proj",), (inner, hidden), 0),
         ("down_proj", ("down_proj",), (hidden, inner), 1),
@@ -275,7 +259,7 @@ def _experts(model: ModelSpec, path: str, block: int, count: int) -> Iterator[Pa
     if model.shared_expert_intermediate_size:
         yield from _mlp(model, path, model.shared_expert_name, block, model.shared_expert_intermediate_size)
     if model.shared_expert_gate:
-        yield from _linear(path, block, _Linear("shared_expert_gate", 1, hidden, None, False))
+        yield from _linear(path, block, "shared_expert_gate", 1, hidden, None, False)
 
 
 def _latent_attention(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
@@ -283,23 +267,23 @@ def _latent_attention(model: ModelSpec, path: str, block: int) -> Iterator[Param
     hidden, heads, latent, query = model.hidden_size, model.num_attention_heads, model.kv_lora_rank, model.q_lora_rank
     wide, value = model.qk_head_dim, model.value_head_dim
     if query:
-        yield from _linear(path, block, _Linear("q_a_proj", query, hidden, None, False))
+        yield from _linear(path, block, "q_a_proj", query, hidden, None, False)
         yield _vector(f"{path}.q_a_layernorm.weight", query, block, None)
-        yield from _linear(path, block, _Linear("q_b_proj", heads * wide, query, "outputs", False))
+        yield from _linear(path, block, "q_b_proj", heads * wide, query, "outputs", False)
     else:
-        yield from _linear(path, block, _Linear("q_proj", heads * wide, hidden, "outputs", False))
+        yield from _linear(path, block, "q_proj", heads * wide, hidden, "outputs", False)
     compressed = latent + model.qk_rope_head_dim
-    yield from _linear(path, block, _Linear("kv_a_proj_with_mqa", compressed, hidden, None, False))
+    yield from _linear(path, block, "kv_a_proj_with_mqa", compressed, hidden, None, False)
     yield _vector(f"{path}.kv_a_layernorm.weight", latent, block, None)
-    yield from _linear(path, block, _Linear("kv_b_proj", heads * (model.head_dim + value), latent, "outputs", False))
+    yield from _linear(path, block, "kv_b_proj", heads * (model.head_dim + value), latent, "outputs", False)
     if model.index_topk:
         indexer, size = f"{path}.indexer", model.index_head_dim
-        yield from _linear(indexer, block, _Linear("wq_b", model.index_n_heads * size, query or hidden, None, False))
-        yield from _linear(indexer, block, _Linear("wk", size, hidden, None, False))
+        yield from _linear(indexer, block, "wq_b", model.index_n_heads * size, query or hidden, None, False)
+        yield from _linear(indexer, block, "wk", size, hidden, None, False)
         yield _vector(f"{indexer}.k_norm.weight", size, block, None)
         yield _vector(f"{indexer}.k_norm.bias", size, block, None)
-        yield from _linear(indexer, block, _Linear("weights_proj", model.index_n_heads, hidden, None, False))
-    yield from _linear(path, block, _Linear("o_proj", hidden, heads * value, "inputs", False))
+        yield from _linear(indexer, block, "weights_proj", model.index_n_heads, hidden, None, False)
+    yield from _linear(path, block, "o_proj", hidden, heads * value, "inputs", False)
 
 
 def _gpt_block(model: ModelSpec, path: str, block: int, parts: BlockParts, experts: int) -> Iterator[Parameter]:
@@ -311,10 +295,9 @@ def _gpt_block(model: ModelSpec, path: str, block: int, parts: BlockParts, exper
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     yield from _norm(model, f"{path}.ln_1", hidden, "block", block)
     heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
-    fused = _Linear("attn.c_attn", queries + 2 * keys, hidden, "outputs", bias or model.qkv_bias, heads)
-    yield from _linear(path, block, fused, transposed=True)
-    output = _Linear("attn.c_proj", hidden, queries, "inputs", bias, heads[:1])
-    yield from _linear(path, block, output, transposed=True)
+    fused, biased = queries + 2 * keys, bias or model.qkv_bias
+    yield from _linear(path, block, "attn.c_attn", fused, hidden, "outputs", biased, heads, transposed=True)
+    yield from _linear(path, block, "attn.c_proj", hidden, queries, "inputs", bias, heads[:1], transposed=True)
     for name in ("q_norm", "k_norm") if model.qk_norm else ():
         yield _vector(f"{path}.attn.{name}.weight", model.head_dim, block, None)
     yield from _norm(model, f"{path}.ln_2", hidden, "block", block)
@@ -323,18 +306,31 @@ def _gpt_block(model: ModelSpec, path: str, block: int, parts: BlockParts, exper
         return
     inner = model.intermediate_size
     for name in ("c_gate", "c_fc") if model.has_gated_mlp else ("c_fc",):
-        yield from _linear(path, block, _Linear(f"mlp.{name}", inner, hidden, "outputs", bias), transposed=True)
-    yield from _linear(path, block, _Linear("mlp.c_proj", hidden, inner, "inputs", bias), transposed=True)
+        yield from _linear(path, block, f"mlp.{name}", inner, hidden, "outputs", bias, transposed=True)
+    yield from _linear(path, block, "mlp.c_proj", hidden, inner, "inputs", bias, transposed=True)
 
 
-def _linear(path: str, block: int, layer: _Linear, *, transposed: bool = False) -> Iterator[Parameter]:
-    """Yield weight and bias; a weight is [outputs, inputs], or [inputs, outputs] if ``transposed``."""
-    shape = (layer.inputs, layer.outputs) if transposed else (layer.outputs, layer.inputs)
-    dim = None if layer.sharded is None else int((layer.sharded == "inputs") != transposed)
-    name = f"{path}.{layer.name}"
-    yield Parameter(f"{name}.weight", shape, "block", block, dim, f"{name}.weight", heads=layer.heads)
-    if layer.bias:  # the bias of a layer with sharded inputs is added after the sum
-        yield _vector(f"{name}.bias", layer.outputs, block, 0 if layer.sharded == "outputs" else None, layer.heads)
+def _linear(
+    path: str,
+    block: int,
+    name: str,
+    outputs: int,
+    inputs: int,
+    sharded: str | None,
+    bias: bool,
+    heads: tuple[int, ...] = (),
+    *,
+    transposed: bool = False,
+) -> Iterator[Parameter]:
+    """Yield weight and bias of a layer of a block; a weight is [outputs, inputs], or the reverse if ``transposed``.
+
+    ``sharded``: what tensor ranks shard, ``outputs`` or ``inputs``. ``heads``: see Parameter.
+    """
+    shape, full = (inputs, outputs) if transposed else (outputs, inputs), f"{path}.{name}"
+    dim = None if sharded is None else int((sharded == "inputs") != transposed)
+    yield Parameter(f"{full}.weight", shape, "block", block, dim, f"{full}.weight", heads=heads)
+    if bias:  # the bias of a layer with sharded inputs is added after the sum
+        yield _vector(f"{full}.bias", outputs, block, 0 if sharded == "outputs" else None, heads)
 
 
 def _norm(model: ModelSpec, path: str, size: int, place: str, block: int | None) -> Iterator[Parameter]:
