@@ -70,17 +70,8 @@ def block_time(
     """
     if model.block_types:
         return _hybrid_block_time(model, work, profile, rate, experts)
-    t = work.tensor
-    heads = -(-model.num_attention_heads // t)
-    projections = _products_seconds(_attention_products(model, work.tokens, heads, t), work, rate)
-    mlp = _products_seconds(
-        _expert_products(model, work) if experts else _mlp_products(model, work.tokens, model.intermediate_size, t),
-        work,
-        rate,
-    )
+    projections, mlp, core, moved = _parts(model, work, profile, rate, experts)
     forward = projections.forward + mlp.forward
-    core = _attention_core(model, work, profile, heads, rate)
-    moved = _moved(model, work, profile, heads, experts)
     scale = rate.element_bytes / 2
     forward += core[0] + memory_seconds(scale * moved[0], profile.small_kernels[0], rate)
     elementwise = memory_seconds(scale * moved[1], profile.small_kernels[1], rate)
@@ -110,17 +101,8 @@ def _hybrid_block_time(
     state-space layers.
     """
     whole = model.model_copy(update={"block_types": (), "mamba": None, "planned_architecture": None})
-    t, tokens = work.tensor, work.tokens
-    heads = -(-model.num_attention_heads // t)
-    core = _attention_core(whole, work, profile, heads, rate)
-    mixing = _products_seconds(_attention_products(whole, tokens, heads, t), work, rate)
-    mlp = _products_seconds(
-        _expert_products(whole, work) if experts else _mlp_products(whole, tokens, whole.intermediate_size, t),
-        work,
-        rate,
-    )
+    mixing, mlp, core, moved = _parts(whole, work, profile, rate, experts)
     scan = _scan_seconds(model, work, rate)
-    moved = _moved(whole, work, profile, heads, experts)
     scale, every = rate.element_bytes / 2, 0
     forward = backward = cores = products = 0.0
     for parts, times in model.parts_between(0, model.num_hidden_layers):
@@ -140,6 +122,20 @@ def _hybrid_block_time(
         backward += memory_seconds(share * scale * moved[1], share * profile.small_kernels[1], rate)
     count = max(1, every)
     return PartTime(forward / count, backward / count, cores / count, products / count)
+
+
+def _parts(
+    model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate: Rates, experts: bool
+) -> tuple[LinearSeconds, LinearSeconds, tuple[float, float], tuple[float, float]]:
+    """Return the seconds of attention's projections, of the MLP and of the attention core, and the bytes ``_moved``."""
+    heads = -(-model.num_attention_heads // work.tensor)
+    dense = _mlp_products(model, work.tokens, model.intermediate_size, work.tensor)
+    return (
+        _products_seconds(_attention_products(model, work.tokens, heads, work.tensor), work, rate),
+        _products_seconds(_expert_products(model, work) if experts else dense, work, rate),
+        _attention_core(model, work, profile, heads, rate),
+        _moved(model, work, profile, heads, experts),
+    )
 
 
 def _scan_seconds(model: ModelSpec, work: RankWork, rate: Rates) -> tuple[float, float]:

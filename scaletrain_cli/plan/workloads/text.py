@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import CHECKPOINTING, Axes, Rule, divisors, nearest_divisors
@@ -42,15 +42,6 @@ _ROW_BYTES = 16
 _LARGEST_FUSED_HEAD = 256
 
 
-class _Family(NamedTuple):
-    """The features that the engine's modules of one model family support."""
-
-    experts: bool
-    grouped_queries: bool
-    qkv_bias: bool
-    qk_norm: bool
-
-
 # Settings that only the engine's llama modules have.
 _LLAMA_ONLY = (
     *("attention_bias", "fused_projections", "query_pre_attn_scalar", "attn_logit_softcapping"),
@@ -63,10 +54,6 @@ _NOT_LATENT = (
     *("qkv_bias", "attention_bias", "fused_projections", "qk_norm", "query_pre_attn_scalar", "attention_sinks"),
     *("attn_logit_softcapping", "sliding_window", "partial_rotary_factor", "zero_centered_norm"),
 )
-_ENGINE_FAMILIES = {
-    "llama": _Family(experts=True, grouped_queries=True, qkv_bias=True, qk_norm=True),
-    "gpt": _Family(experts=False, grouped_queries=False, qkv_bias=False, qk_norm=False),
-}
 
 
 class TextWorkload(Workload):
@@ -307,11 +294,11 @@ class TextWorkload(Workload):
         multiple = _ROW_BYTES // weight_bytes(precision)
         params = {"multiple": multiple, "precision": precision}
         if model.hidden_size % multiple:
-            fix = {"padded": _rounded_up(model.hidden_size, multiple)}
+            fix = {"padded": -(-model.hidden_size // multiple) * multiple}
             yield Rule("model.hidden_size", model.hidden_size, "engine-expert-rows", params, fix)
         if model.expert_size // tensor % multiple:
             key = f"model.{'moe_intermediate_size' if model.moe_intermediate_size else 'intermediate_size'}"
-            fix = {"padded": _rounded_up(model.expert_size, multiple * tensor)}
+            fix = {"padded": -(-model.expert_size // (multiple * tensor)) * multiple * tensor}
             yield Rule(key, model.expert_size, "engine-expert-columns", {**params, "ranks": tensor}, fix)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
@@ -329,11 +316,11 @@ class TextWorkload(Workload):
         for key, value in planned.items():
             if getattr(model, key) == value:
                 yield Rule(f"model.{key}", value, "engine-planned-only")
-        family, built = {"family": model.family}, _ENGINE_FAMILIES[model.base_family]
-        if model.num_experts and not built.experts:
+        family, gpt = {"family": model.family}, model.base_family == "gpt"
+        if gpt and model.num_experts:
             yield Rule("model.num_experts", model.num_experts, "engine-family-no-experts", family)
         own = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
-        has_biases = own.has_bias or (model.base_family == "llama" and model.has_bias)
+        has_biases = own.has_bias or (not gpt and model.has_bias)
         for key, wanted, default in (
             ("gated_mlp", model.has_gated_mlp, own.has_gated_mlp),
             ("norm", model.norm_kind, own.norm_kind),
@@ -345,22 +332,22 @@ class TextWorkload(Workload):
             if wanted != default:
                 params = {**family, "built": str(default).lower()}
                 yield Rule(f"model.{key}", str(wanted).lower(), "engine-family-differs", params)
-        for key in () if model.base_family == "llama" else _LLAMA_ONLY:
+        for key in _LLAMA_ONLY if gpt else ():
             if getattr(model, key) != ModelSpec.model_fields[key].default:
                 yield Rule(f"model.{key}", _shown(getattr(model, key)), "engine-llama-only", family)
-        activation = "silu" if model.num_experts or model.base_family == "llama" else "gelu_pytorch_tanh"
-        if model.activation != activation and (model.num_experts or model.base_family == "gpt"):
+        activation = "gelu_pytorch_tanh" if gpt and not model.num_experts else "silu"
+        if model.activation != activation and (model.num_experts or gpt):
             layers = "experts" if model.num_experts else f"{model.family} models"
             params = {"layers": layers, "activation": activation}
             yield Rule("model.hidden_activation", model.activation, "engine-activation", params)
         if model.num_experts and model.fused_projections:
             yield Rule("model.fused_projections", "true", "engine-fused-experts")
-        if not built.grouped_queries and model.num_key_value_heads != model.num_attention_heads:
+        if gpt and model.num_key_value_heads != model.num_attention_heads:
             fix = {"heads": model.num_attention_heads}
             yield Rule("model.num_key_value_heads", model.num_key_value_heads, "engine-no-grouped-queries", family, fix)
-        if not built.qkv_bias and model.qkv_bias:
+        if gpt and model.qkv_bias:
             yield Rule("model.qkv_bias", "true", "engine-all-biases", family)
-        if not built.qk_norm and model.qk_norm:
+        if gpt and model.qk_norm:
             yield Rule("model.qk_norm", "true", "engine-no-qk-norm", family)
         if model.kv_lora_rank:
             yield from _latent_problems(model)
@@ -425,10 +412,6 @@ def _shown(value: Any) -> str:
 
 def _near(number: int, wanted: int) -> dict[str, Any]:
     return {"allowed": nearest_divisors(number, wanted)}
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _context_rules(spec: RunSpec, context: int) -> Iterator[Rule]:
