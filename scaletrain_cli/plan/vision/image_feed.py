@@ -10,7 +10,6 @@ from scaletrain_cli.plan.vision.networks import autocasts
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.data import NO_DATA
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
-from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, loader_processes
 from scaletrain_cli.spec.sources import MOST_WORKERS
 from scaletrain_cli.spec.vision_model import image_channels
@@ -62,10 +61,10 @@ def is_fed(spec: RunSpec) -> bool:
 
 def core_seconds(spec: RunSpec) -> float:
     """Return the seconds that one core needs for a sample: its image decoded, and each view of it augmented."""
-    found: ImagesSpec = getattr(spec.data, "images", ImagesSpec())
     decode = _FILE_SECONDS + (_DECODE_SECONDS - _FILE_SECONDS) * _stored_pixels(spec) / _IMAGE_PIXELS
     # of the result, with the mean number of drawn operations
-    drawn, jitter = found.augment.rand_augment, found.augment.color_jitter
+    augment = spec.data.images.augment
+    drawn, jitter = augment.rand_augment, augment.color_jitter
     operations = 0.0 if drawn is None else drawn.num_ops * drawn.probability
     colors = 0 if jitter is None else _COLORS
     return decode + views(spec) * _side(spec) ** 2 * (

@@ -4,41 +4,21 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.speed.kernels import Rates, matmul_seconds, memory_seconds
 from scaletrain_cli.plan.vision.operations import VisionNetwork
-from scaletrain_cli.spec import ClipSpec, RunSpec
-from scaletrain_cli.spec.losses import LOSSES_OF, LossSpec
+from scaletrain_cli.spec import RunSpec
 
 # Bytes per logit of a classifier, as for text: three fp32 values alive at once (log-probability and two gradients).
 _LOGIT_BYTES = 12
 _FP32_BYTES = 4
 
 
-def objective_of(spec: RunSpec) -> str:
-    """Return ``classification``, ``regression`` or ``contrastive``."""
-    given = spec.training.objective
-    if given in LOSSES_OF:
-        return given
-    return "contrastive" if isinstance(spec.model, ClipSpec) else "classification"
-
-
-def loss_settings(spec: RunSpec) -> LossSpec:
-    """Return the section ``training.loss``."""
-    found: LossSpec = getattr(spec.training, "loss", LossSpec())
-    return found
-
-
-def loss_name(spec: RunSpec) -> str:
-    """Return the name of the loss."""
-    return loss_settings(spec).of(objective_of(spec))
-
-
 def is_contrastive(spec: RunSpec) -> bool:
     """Return whether the loss compares samples with each other."""
-    return objective_of(spec) == "contrastive"
+    return spec.training.objective == "contrastive"
 
 
 def views(spec: RunSpec) -> int:
     """Return the number of images of a sample in a forward pass: 2 for nt_xent, which compares two views of it."""
-    return 2 if is_contrastive(spec) and loss_name(spec) == "nt_xent" else 1
+    return 2 if is_contrastive(spec) and spec.training.loss.of("contrastive") == "nt_xent" else 1
 
 
 def caches_gradients(spec: RunSpec, layout: Layout) -> bool:
@@ -70,8 +50,8 @@ def loss_bytes(spec: RunSpec, whole: VisionNetwork, layout: Layout, element: int
         return 2 * samples * everyone * _LOGIT_BYTES + 4 * everyone * width * element
     steps = layout.gradient_accumulation_steps
     own, kinds = samples * steps * views(spec), 1 if views(spec) == 2 else 2
-    keys = own if loss_name(spec) == "sigmoid" else own * layout.data_parallel
-    chunk = loss_settings(spec).chunk_size
+    loss = spec.training.loss
+    keys, chunk = own if loss.of("contrastive") == "sigmoid" else own * layout.data_parallel, loss.chunk_size
     cached = own * kinds * width * _FP32_BYTES * 3 if steps > 1 else 0  # features, their copy as one tensor, gradients
     rows = kinds * own * width * _FP32_BYTES * 2  # and their gradients
     gathered = kinds * keys * width * (2 * _FP32_BYTES) + keys * width * _FP32_BYTES
