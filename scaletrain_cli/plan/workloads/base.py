@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from scaletrain_cli.plan.axes import Axes, Rule
@@ -55,18 +54,17 @@ class Workload(ABC):
         """Return the number of trainable parameters; a tied head is not counted again."""
         return self.size(model).parameters
 
+    @abstractmethod
     def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
         """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run."""
-        return [(self.parameter_count(spec.model), 0)]
 
+    @abstractmethod
     def training_size(self, spec: RunSpec) -> ModelSize:
         """Return the size with the parameters that train, and the FLOPs that training them takes."""
-        size = self.size(spec.model)
-        return replace(size, trainable_parameters=size.parameters)
 
+    @abstractmethod
     def training_stages(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TrainingStage, ...]:
         """Return memory and time of each stage of the run; empty if all steps train the same parameters."""
-        return ()
 
     @abstractmethod
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
@@ -84,21 +82,20 @@ class Workload(ABC):
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
         """Return the seconds per optimizer step by cause, and the bytes that a rank of the slowest stage sends."""
 
-    def least_time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Time:
-        """Return the time without what grows with the global batch more than linearly, for lower bounds."""
-        return self.time(spec, layout, device)[0]
-
+    @abstractmethod
     def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
-        """Return ``least_time`` of layouts that differ only in the number of micro-batches per step."""
-        return [StepSeconds.of(self.least_time(spec, layout, device)) for layout in layouts]
+        """Return the times of layouts that differ only in the number of micro-batches per step, for lower bounds.
+
+        They are without what grows with the global batch more than linearly.
+        """
 
     def data_seconds(self, spec: RunSpec, layout: Layout, device: Accelerator) -> float:
         """Return the least that ZeRO's traffic adds up to in one micro-batch without a pipeline, overlapped or not."""
         return 0.0
 
+    @abstractmethod
     def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
         """Return the number of stages of the run, and whether all blocks of a kind train alike in each."""
-        return 1, True
 
     def blocks_alike(self, spec: RunSpec) -> bool:
         """Return whether all blocks have as many parameters."""

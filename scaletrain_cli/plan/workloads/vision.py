@@ -1,7 +1,7 @@
 """Models of images, planned with data parallelism and ZeRO: ResNet, ConvNeXt, ViT, CLIP, and LLaVA."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from scaletrain_cli.plan import architecture
@@ -12,7 +12,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, Time, TrainingStage
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, StepSeconds, Time, TrainingStage
 from scaletrain_cli.plan.speed.step_time import mean_time
 from scaletrain_cli.plan.trained_parameters import Stage, base_names
 from scaletrain_cli.plan.trained_stages import TrainedStage
@@ -36,7 +36,6 @@ from scaletrain_cli.plan.workloads.base import Workload
 from scaletrain_cli.plan.workloads.text import TextWorkload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
-from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, loader_processes
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.sources import MOST_WORKERS
@@ -96,7 +95,7 @@ class ImageWorkload(Workload):
     def stage_time(
         self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
     ) -> tuple[Time, Network]:
-        """Return ``time`` in a stage of the run; ``least``: as for ``least_time``."""
+        """Return ``time`` in a stage of the run; ``least``: as for ``least_times``."""
 
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
         """Return the memory in the stage of the run that needs most; all ranks are alike."""
@@ -114,9 +113,9 @@ class ImageWorkload(Workload):
         network = max((each for _, each in found), key=lambda each: each.per_step_bytes.data)
         return mean_time(spec, steps, [time for time, _ in found]), network
 
-    def least_time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Time:
-        """Return the time without contrastive losses, second forward passes, and waiting for data."""
-        return self.time(spec, layout, device, least=True)[0]
+    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
+        """Return the times without contrastive losses, second forward passes, and waiting for data."""
+        return [StepSeconds.of(self.time(spec, layout, device, least=True)[0]) for layout in layouts]
 
     def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
         """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run.
@@ -199,10 +198,10 @@ class VisionWorkload(ImageWorkload):
 
     def micro_batch_multiple(self, spec: RunSpec) -> int:
         """Return 2 if images are mixed in pairs."""
-        return 2 if _mixes(spec) else 1
+        return 2 if spec.data.images.augment.mixes else 1
 
     def engine_layout_rules(self, spec: RunSpec, layout: Layout) -> Iterator[Rule]:
-        if _mixes(spec) and layout.micro_batch_size % 2:
+        if spec.data.images.augment.mixes and layout.micro_batch_size % 2:
             yield Rule("training.micro_batch_size", layout.micro_batch_size, "engine-mixed-pairs")
         if caches_gradients(spec, layout) and vision_buffers(vision_model(spec)):
             per_rank = layout.micro_batch_size * layout.gradient_accumulation_steps
@@ -229,12 +228,6 @@ class VisionWorkload(ImageWorkload):
         yield Reason("plan.assumes-vision-flops", {"unit": spec.unit})
         code = "plan.assumes-samples" if is_fed(spec) else "plan.assumes-vision-data"
         yield Reason(code, {"samples": samples, "unit": spec.unit})
-
-
-def _mixes(spec: RunSpec) -> bool:
-    """Return whether mixup or CutMix mixes pairs of images."""
-    images: ImagesSpec = getattr(spec.data, "images", ImagesSpec())
-    return images.augment.mixes
 
 
 class LlavaWorkload(ImageWorkload):
