@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from scaletrain_cli.data.duplicates import Corpus, read_removed
 from scaletrain_cli.data.pipeline.decisions import Decisions, chained, read_decisions
 from scaletrain_cli.data.pipeline.shards import Encoded
 from scaletrain_cli.data.pipeline.tasks import Place, Source, Task, place_text
@@ -99,39 +100,41 @@ def encoded_before(records: Iterable[TokenRecord], tokenizer: TokenizerSettings)
 _READING, _READING_TOKENS = "reading/v4", "reading-tokens/v3"
 
 
-class LooksAtAll(Protocol):
-    """The results of a step that looks at all documents."""
+@dataclass(frozen=True)
+class Duplicates:
+    """The documents that deduplication has removed from a source; ``first``: the number of its first task there."""
 
-    @property
-    def key(self) -> str:
-        """Return the key of the results, the same for all sources that the step applies to."""
-        ...
+    corpus: Corpus
+    first: int
 
-    def __call__(self, task: Task, /) -> dict[int, Removed]:
-        """Return the documents of a task that the step has removed, by number in the task."""
-        ...
+    def removed(self, task: Task) -> dict[int, Removed]:
+        """Return the removed documents of a task, by number in the task."""
+        removed = {}
+        for found in read_removed(self.corpus, self.number_of(task)):
+            rule, limit = ("near", self.corpus.settings.similarity) if found.near else ("exact", 1.0)
+            removed[found.index] = Removed(f"duplicates.{rule}", found.similarity, limit)
+        return removed
 
-    def number_of(self, task: Task, /) -> int:
+    def number_of(self, task: Task) -> int:
         """Return the number of a task among those of all sources."""
-        ...
+        return self.first + task.number
 
-    def shown(self, task: Task, /) -> Collection[int]:
+    def shown(self, task: Task) -> frozenset[int]:
         """Return the numbers of the documents of a task that the report names."""
-        ...
-
-    def report(self) -> dict[str, Any]:
-        """Return the report of the step."""
-        ...
+        report, number = self.corpus.read_report(), self.number_of(task)
+        places = [example[name] for example in report.get("examples", ()) for name in ("first", "second")]
+        places += [cluster["kept"] for cluster in report["largest_clusters"]]
+        return frozenset(place["index"] for place in places if place["task"] == number)
 
 
 @dataclass(frozen=True)
 class ChainStep:
-    """A step with the key of its results. ``looks_at_all``: what a step over all documents has removed."""
+    """A step with the key of its results. ``duplicates``: what a deduplication has removed."""
 
     key: str
     name: str = "reading"  # for people
-    section: PreparationStep | None = None  # None: reading, or a step over all documents
-    looks_at_all: LooksAtAll | None = None
+    section: PreparationStep | None = None  # None: reading, or deduplication
+    duplicates: Duplicates | None = None
 
 
 @dataclass(frozen=True)
@@ -208,9 +211,9 @@ class _Running:
         self._made = Decisions()
         self._by_number: dict[int, Removed] | None = None
         self._shown: Collection[int] = ()
-        if self._known is None and self._step.looks_at_all is not None:
-            self._by_number = self._step.looks_at_all(task)
-            self._shown = self._step.looks_at_all.shown(task)
+        if self._known is None and self._step.duplicates is not None:
+            self._by_number = self._step.duplicates.removed(task)
+            self._shown = self._step.duplicates.shown(task)
 
     def was_read(self, text: str) -> None:
         """Count a document that was read; ``text`` is empty for tokens."""
@@ -254,7 +257,7 @@ class _Running:
         if number in self._known:
             return None
         section = self._step.section
-        if section is None or self._step.looks_at_all is not None or not _step(section).changes_text:
+        if section is None or not _step(section).changes_text:
             return document
         result = _step(section)(document)
         return document._replace(text=result.text) if isinstance(result, Kept) else None

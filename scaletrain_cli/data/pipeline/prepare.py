@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.drafts import write_whole
-from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, remove_phases, run_job
+from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, remove_phases, run_job
 from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
-from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, applies, chain_of, encoded_before, extended
+from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, Duplicates, applies, chain_of, encoded_before, extended
 from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
-from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, nothing_left, write_reports
+from scaletrain_cli.data.pipeline.report import PreparedSource, nothing_left, write_report
 from scaletrain_cli.data.pipeline.schedule import Progress, Stage, Workers, run_stage
 from scaletrain_cli.data.pipeline.shards import (
     SCHEMA,
@@ -32,7 +32,6 @@ from scaletrain_cli.data.pipeline.shards import (
 )
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
 from scaletrain_cli.data.pipeline.trained import BpeTraining, Sampled, tokenizer_path, train_into, trained_before
-from scaletrain_cli.data.steps.base import Removed
 from scaletrain_cli.data.tokenizers.settings import TokenizerSettings, loaded_tokenizer
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -128,8 +127,8 @@ def prepare(
         def remove_leftovers() -> None:
             for each_folder in written:
                 claims.remove_drafts(each_folder)
-            steps = (step.looks_at_all for work in found for step in work.chain.steps)
-            for corpus in {step.corpus for step in steps if isinstance(step, _Duplicates)}:
+            steps = [step.duplicates for work in found for step in work.chain.steps if step.duplicates is not None]
+            for corpus in {step.corpus for step in steps}:
                 remove_phases(corpus)  # of which a slow process may have written some again
 
         claims.at_last_end(remove_leftovers)
@@ -239,7 +238,7 @@ def _after(chains: Iterable[Chain]) -> str:
     """Return the names of the steps that are done together with what follows them, for people; empty if none is."""
     names: dict[str, None] = {}
     for chain in chains:
-        done = max((number for number, step in enumerate(chain.steps) if step.looks_at_all is not None), default=0)
+        done = max((number for number, step in enumerate(chain.steps) if step.duplicates is not None), default=0)
         names |= dict.fromkeys(step.name for step in chain.steps[done + 1 :])
     return f" (after {', '.join(names)})" if names else ""
 
@@ -278,7 +277,7 @@ def _finish(
     for task in work.tasks:
         if remove_damaged_shard(shard_folder(dataset, task.number)):
             _write_tokens(dataset, tokenizer, validation_share, replace(work, tasks=(task,)))
-    write_reports([source], prepared)
+    write_report(source, prepared)
     write_whole(dataset / "tokenizer.json", tokenizer)
     description = _description(dataset, work, TokenizerSettings.of(tokenizer))
     write_whole(dataset / "dataset.json", json.dumps(description, indent=1) + "\n")
@@ -316,7 +315,7 @@ def _without_duplicates(
     result, first = list(found), 0
     for place, number in enumerate(chosen):
         each = found[number]
-        duplicates = _Duplicates(corpus, first)
+        duplicates = Duplicates(corpus, first)
         step = ChainStep(_key_without_duplicates(each.chain, key, place), section.step, None, duplicates)
         result[number] = replace(each, chain=replace(each.chain, steps=(*each.chain.steps, step)))
         first += len(each.tasks)
@@ -336,35 +335,6 @@ class _Texts:
     def for_job(self, job: int) -> "tuple[int, _Texts]":
         """Return what a worker process needs for a job: a phase that reads texts has one job for each task."""
         return job, _Texts({job: self.tasks[job]} if job in self.tasks else {})
-
-
-@dataclass(frozen=True)
-class _Duplicates:
-    """The documents that deduplication has removed from a source; ``first``: the number of its first task there."""
-
-    corpus: Corpus
-    first: int
-
-    def __call__(self, task: Task, /) -> dict[int, Removed]:
-        removed = {}
-        for found in read_removed(self.corpus, self.first + task.number):
-            rule, limit = ("near", self.corpus.settings.similarity) if found.near else ("exact", 1.0)
-            removed[found.index] = Removed(f"duplicates.{rule}", found.similarity, limit)
-        return removed
-
-    @property
-    def key(self) -> str:
-        return self.corpus.folder.name
-
-    def number_of(self, task: Task, /) -> int:
-        return self.first + task.number
-
-    def shown(self, task: Task, /) -> frozenset[int]:
-        places = duplicates_shown(self.report())
-        return frozenset(place["index"] for place in places if place["task"] == self.number_of(task))
-
-    def report(self) -> dict[str, Any]:
-        return self.corpus.read_report()
 
 
 def _phase(corpus: Corpus, number: int, texts: _Texts) -> Stage:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.drafts import write_whole
-from scaletrain_cli.data.pipeline.chain import Chain, ChainStep
+from scaletrain_cli.data.duplicates import Corpus
+from scaletrain_cli.data.pipeline.chain import Chain
 from scaletrain_cli.data.pipeline.decisions import Decisions, read_decisions
 from scaletrain_cli.data.pipeline.shards import length_range_end, read_shard_info, read_statistics
 from scaletrain_cli.data.pipeline.tasks import Task
@@ -36,22 +37,20 @@ class PreparedSource:
     chain: Chain
 
 
-def write_reports(sources: Sequence[PreparedSource], prepared: Sequence[PreparedSource]) -> None:
-    """Write the report of each source into its dataset. ``prepared``: all sources. Raises OSError."""
-    for source in sources:
-        report = json.dumps(_report(source, prepared), indent=1, ensure_ascii=False)
-        write_whole(source.dataset / NAME, f"{report}\n")
+def write_report(source: PreparedSource, prepared: Sequence[PreparedSource]) -> None:
+    """Write the report of a source into its dataset. ``prepared``: all sources. Raises OSError."""
+    report = json.dumps(_report(source, prepared), indent=1, ensure_ascii=False)
+    write_whole(source.dataset / NAME, f"{report}\n")
 
 
 def nothing_left(name: str, chain: Chain, tasks: Sequence[Task]) -> Reason:
     """Return why no document of a source is left: what removed most of them. All of its tasks have been read."""
-    first = [read_decisions(chain.decisions(0, task)) or Decisions() for task in tasks]
-    documents = sum(found.documents for found in first)
+    documents = sum(_decisions(chain, 0, task).documents for task in tasks)
     removed: Counter[tuple[int, str]] = Counter()
     bad: dict[tuple[int, str], dict[str, str]] = {}
     for number in range(len(chain.steps)):
         for task in tasks:
-            found = read_decisions(chain.decisions(number, task)) or Decisions()
+            found = _decisions(chain, number, task)
             removed.update({(number, rule): len(numbers) for rule, numbers in found.removed.items()})
             for each in found.bad:
                 bad.setdefault((number, each["rule"]), {"place": place_of(task, each), "problem": each["problem"]})
@@ -62,12 +61,6 @@ def nothing_left(name: str, chain: Chain, tasks: Sequence[Task]) -> Reason:
     if (number, rule) in bad:
         return Reason("data.nothing-usable", {**params, **bad[number, rule]})
     return Reason("data.nothing-left", {**params, "rule": rule, "step": chain.steps[number].name})
-
-
-def duplicates_shown(report: Mapping[str, Any]) -> list[dict[str, int]]:
-    """Return (task, index) of the documents that a report of duplicates names."""
-    pairs = [example[name] for example in report.get("examples", ()) for name in ("first", "second")]
-    return [*pairs, *(cluster["kept"] for cluster in report["largest_clusters"])]
 
 
 def _report(source: PreparedSource, sources: Sequence[PreparedSource]) -> dict[str, Any]:
@@ -92,7 +85,7 @@ def _report(source: PreparedSource, sources: Sequence[PreparedSource]) -> dict[s
         "files": len(_files(source)),
         "steps": steps,
         "languages": ({"kept": _in_order(kept), "removed": _in_order(removed)} if kept or removed else None),
-        "duplicates": [_duplicates(step, sources) for step in source.chain.steps if step.looks_at_all is not None],
+        "duplicates": [_duplicates(each.duplicates.corpus, sources) for each in source.chain.steps if each.duplicates],
         **found,
     }
 
@@ -105,7 +98,7 @@ def _step(source: PreparedSource, number: int) -> dict[str, Any]:
     step, total = source.chain.steps[number], Decisions()
     removed: Counter[str] = Counter()
     for task in source.tasks:
-        found = _decisions(source, number, task)
+        found = _decisions(source.chain, number, task)
         for name in ("documents", "characters", "documents_left", "characters_left"):
             setattr(total, name, getattr(total, name) + getattr(found, name))
         removed.update({rule: len(numbers) for rule, numbers in found.removed.items()})
@@ -155,8 +148,8 @@ def _step(source: PreparedSource, number: int) -> dict[str, Any]:
     }
 
 
-def _decisions(source: PreparedSource, number: int, task: Task) -> Decisions:
-    return read_decisions(source.chain.decisions(number, task)) or Decisions()
+def _decisions(chain: Chain, number: int, task: Task) -> Decisions:
+    return read_decisions(chain.decisions(number, task)) or Decisions()
 
 
 def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
@@ -192,11 +185,10 @@ def _in_order(measured: Mapping[str, int]) -> dict[str, int]:
         return dict(sorted(measured.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _duplicates(step: ChainStep, sources: Sequence[PreparedSource]) -> dict[str, Any]:
-    """Return the report of a step over all documents, with the beginning of each document that it names."""
-    assert step.looks_at_all is not None
-    key, report = step.looks_at_all.key, step.looks_at_all.report()
-    places = dict(_shown(key, sources))
+def _duplicates(corpus: Corpus, sources: Sequence[PreparedSource]) -> dict[str, Any]:
+    """Return the report of a deduplication, with the beginning of each document that it names."""
+    key, report = corpus.folder.name, corpus.read_report()
+    places = dict(_shown(corpus, sources))
 
     def named(document: Mapping[str, int]) -> dict[str, Any]:
         return places.get((document["task"], document["index"]), {"source": "", "place": "", "text": ""})
@@ -209,16 +201,16 @@ def _duplicates(step: ChainStep, sources: Sequence[PreparedSource]) -> dict[str,
     return {"key": key, **report, "largest_clusters": clusters, "examples": examples}
 
 
-def _shown(key: str, sources: Sequence[PreparedSource]) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+def _shown(corpus: Corpus, sources: Sequence[PreparedSource]) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
     """Yield (task, index) in the report of a step with the source, the place and the text of the document."""
     for source in sources:
         for number, step in enumerate(source.chain.steps):
-            if step.looks_at_all is None or step.looks_at_all.key != key:
+            if step.duplicates is None or step.duplicates.corpus.folder != corpus.folder:
                 continue
             for task in source.tasks:
-                for index, each in _decisions(source, number, task).shown.items():
+                for index, each in _decisions(source.chain, number, task).shown.items():
                     named = {"source": source.name, "place": place_of(task, each), "text": each["text"]}
-                    yield (step.looks_at_all.number_of(task), int(index)), named
+                    yield (step.duplicates.number_of(task), int(index)), named
 
 
 def _tokens(source: PreparedSource) -> dict[str, Any]:
