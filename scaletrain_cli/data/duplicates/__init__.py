@@ -6,8 +6,8 @@ and is done if that file is there. Any process may run any job, in any order wit
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from scaletrain_cli.data.duplicates.candidates import write_band, write_identical, write_pairs
 from scaletrain_cli.data.duplicates.clusters import read_removed, write_clusters
@@ -19,67 +19,39 @@ from scaletrain_cli.safe_files import make_folder
 __all__ = ["PHASES", "Corpus", "Settings", "Texts", "read_removed", "remove_phases", "run_job"]
 
 
-class Phase(NamedTuple):
-    """A phase: its jobs once the phases before are done (none when all is done), their files, and what writes them."""
+@dataclass(frozen=True)
+class Phase:
+    """A phase: the number of its jobs once the phases before are done, the file of each, and what writes it.
+
+    ``near``: it is needed for near duplicates alone.
+    """
 
     name: str
-    jobs: Callable[[Corpus], int]
+    all_jobs: Callable[[Corpus], int]
     path: Callable[[Corpus, int], Path]
     write: Callable[[Corpus, int, Texts], None]
+    near: bool = False
 
-
-def _until_done(jobs: Callable[[Corpus], int]) -> Callable[[Corpus], int]:
-    """Return the number of jobs, which is 0 once the report is there: files of phases may be removed by then."""
-    return lambda corpus: 0 if corpus.report.exists() else jobs(corpus)
-
-
-def _if_near(corpus: Corpus, jobs: int) -> int:
-    return jobs if corpus.settings.near else 0
+    def jobs(self, corpus: Corpus) -> int:
+        """Return the number of jobs, which is 0 once the report is there: files of phases may be removed by then."""
+        needed = not corpus.report.exists() and (corpus.settings.near or not self.near)
+        return self.all_jobs(corpus) if needed else 0
 
 
 PHASES = (
-    Phase(
-        "signatures",
-        _until_done(lambda corpus: corpus.tasks),
-        lambda corpus, task: corpus.signatures(task),
-        write_signatures,
-    ),
-    Phase(
-        "identical",
-        _until_done(lambda _corpus: 1),
-        lambda corpus, _job: corpus.identical,
-        lambda corpus, _job, _texts: write_identical(corpus),
-    ),
+    Phase("signatures", lambda corpus: corpus.tasks, Corpus.signatures, write_signatures),
+    Phase("identical", lambda _: 1, lambda corpus, _: corpus.identical, lambda corpus, *_: write_identical(corpus)),
     Phase(
         "bands",
-        _until_done(lambda corpus: _if_near(corpus, corpus.settings.bands)),
-        lambda corpus, band: corpus.band(band),
-        lambda corpus, band, _texts: write_band(corpus, band),
+        lambda corpus: corpus.settings.bands,
+        Corpus.band,
+        lambda corpus, band, _: write_band(corpus, band),
+        near=True,
     ),
-    Phase(
-        "pairs",
-        _until_done(lambda corpus: _if_near(corpus, 1)),
-        lambda corpus, _job: corpus.pairs,
-        lambda corpus, _job, _texts: write_pairs(corpus),
-    ),
-    Phase(
-        "shingles",
-        _until_done(lambda corpus: _if_near(corpus, corpus.tasks)),
-        lambda corpus, task: corpus.shingles(task),
-        write_shingles,
-    ),
-    Phase(
-        "verified",
-        _until_done(lambda corpus: parts(corpus) if corpus.settings.near else 0),
-        lambda corpus, part: corpus.verified(part),
-        lambda corpus, part, _texts: write_verified(corpus, part),
-    ),
-    Phase(
-        "clusters",
-        _until_done(lambda _corpus: 1),
-        lambda corpus, _job: corpus.report,
-        lambda corpus, _job, _texts: write_clusters(corpus),
-    ),
+    Phase("pairs", lambda _: 1, lambda corpus, _: corpus.pairs, lambda corpus, *_: write_pairs(corpus), near=True),
+    Phase("shingles", lambda corpus: corpus.tasks, Corpus.shingles, write_shingles, near=True),
+    Phase("verified", parts, Corpus.verified, lambda corpus, part, _: write_verified(corpus, part), near=True),
+    Phase("clusters", lambda _: 1, lambda corpus, _: corpus.report, lambda corpus, *_: write_clusters(corpus)),
 )
 
 
