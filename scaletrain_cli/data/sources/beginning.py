@@ -133,7 +133,7 @@ def _inflated(stored: bytes, compression: str) -> tuple[bytes, int]:
             content += frame.decompress(rest)
             rest = frame.unused_data
     except zstandard.ZstdError as error:
-        raise DamagedFileError(Reason("sources.damaged", {"compression": "zstd", "error": str(error)})) from error
+        raise DamagedFileError("zstd", str(error)) from error
     return content, len(stored) - len(rest)
 
 
@@ -147,5 +147,5 @@ def _gunzipped(stored: bytes) -> tuple[bytes, int]:
             if not member.eof:
                 break
     except zlib.error as error:
-        raise DamagedFileError(Reason("sources.damaged", {"compression": "gzip", "error": str(error)})) from error
+        raise DamagedFileError("gzip", str(error)) from error
     return content, len(stored) - len(rest)

@@ -19,9 +19,9 @@ _BLOCK = 1 << 20
 class DamagedFileError(Exception):
     """The compressed data of a file are incomplete or invalid."""
 
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
+    def __init__(self, compression: str, error: str) -> None:
+        self.reason = Reason("sources.damaged", {"compression": compression, "error": error})
+        super().__init__(str(self.reason))
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def opened(file: SourceFile) -> Iterator[IO[bytes]]:
             else:
                 yield raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DamagedFileError(Reason("sources.damaged", {"compression": "gzip", "error": str(error)})) from error
+        raise DamagedFileError("gzip", str(error)) from error
 
 
 @contextmanager
@@ -84,7 +84,7 @@ class _ZstdStream(io.RawIOBase):
         while not self._ready:
             if not self._rest and not (given := self._raw.read(_BLOCK)):
                 if self._frame is not None:
-                    raise self._damaged("the last frame is incomplete")
+                    raise DamagedFileError("zstd", "the last frame is incomplete")
                 return 0
             elif not self._rest:
                 self._rest = given
@@ -92,14 +92,10 @@ class _ZstdStream(io.RawIOBase):
             try:
                 self._ready = memoryview(self._frame.decompress(self._rest))
             except self._error as error:
-                raise self._damaged(str(error)) from error
+                raise DamagedFileError("zstd", str(error)) from error
             self._rest = self._frame.unused_data
             if self._frame.eof:
                 self._frame = None
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
-
-    @staticmethod
-    def _damaged(error: str) -> DamagedFileError:
-        return DamagedFileError(Reason("sources.damaged", {"compression": "zstd", "error": error}))
