@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaletrain_cli.data.sources.places import RemoteFile, read_range
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, locked, make_folder, make_private_folder, open_new, open_to_read
 from scaletrain_cli.spec.sources import CacheSpec
@@ -153,6 +154,40 @@ def _write(path: Path, content: bytes) -> None:
     """Write a file without fsync: a block that a crash of the node damages differs from its hash."""
     with open_new(path, private=True) as file:
         file.write(content)
+
+
+class CachedBlocks:
+    """A remote file in blocks of the cache of the node."""
+
+    def __init__(self, file: RemoteFile, cache: BlockCache) -> None:
+        self.file, self.cache = file, cache
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes ``start`` to ``stop - 1``. Raises PlaceError, UnavailableError and OSError."""
+        parts = []
+        while start < stop:
+            block = start // BLOCK_BYTES
+            end = min(stop, (block + 1) * BLOCK_BYTES)
+            parts.append(self.read_block(block, start, end))
+            start = end
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_block(self, block: int, start: int, stop: int) -> bytes:
+        """Return bytes ``start`` to ``stop - 1`` of the file, which are in one block."""
+        base = block * BLOCK_BYTES
+        return self.cache.read(self._name(block), start - base, stop - base, lambda: self.fetch(block))
+
+    def fetch(self, block: int) -> bytes:
+        """Return a whole block from the store."""
+        return read_range(self.file, block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.file.size))
+
+    def forget(self, start: int, stop: int) -> None:
+        """Remove the blocks of some bytes from the cache."""
+        for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            self.cache.remove(self._name(block))
+
+    def _name(self, block: int) -> str:
+        return f"{self.file.path}\n{self.file.etag}\n{self.file.size}\n{block}"
 
 
 _warned = set[str]()  # folders; a warning each is enough

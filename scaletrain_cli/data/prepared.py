@@ -18,12 +18,12 @@ from scaletrain_cli.data.pipeline.tasks import Source
 from scaletrain_cli.data.remote_datasets import attach_dataset, find_description, is_attached
 from scaletrain_cli.data.sources.beginning import first_fault
 from scaletrain_cli.data.sources.listing import source_files
-from scaletrain_cli.data.sources.places import RemoteFile, is_remote
+from scaletrain_cli.data.sources.places import RemoteFile, is_remote, naming_key
 from scaletrain_cli.data.sources.records import SourceFile, columns_of
 from scaletrain_cli.data.steps.score import score_problem
 from scaletrain_cli.data.tokenizers.given import tokenizer_content
 from scaletrain_cli.errors import ScaletrainError, UsageError
-from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET, make_datasets_folder, steps_folder
 from scaletrain_cli.safe_files import expand_home
@@ -170,11 +170,8 @@ def is_dataset(path: str, key: str, folder: Path = Path()) -> bool:
 
 def _description(path: str, key: str) -> RemoteFile | None:
     """Return dataset.json of a remote path; None if it has text, or is local. Raises ScaletrainError with the key."""
-    try:
+    with naming_key(key):
         return find_description(path)
-    except ScaletrainError as error:
-        error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
-        raise
 
 
 def _datasets(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path) -> dict[str, Path] | None:

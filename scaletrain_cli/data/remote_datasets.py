@@ -12,12 +12,11 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, block_cache
+from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, CachedBlocks, block_cache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, hashes_path, read_hashes
 from scaletrain_cli.data.pipeline.shards import SCHEMA, SPLITS, seal_of, shard_folder
 from scaletrain_cli.data.sources.places import (
@@ -43,34 +42,30 @@ _READS_OF_A_BLOCK = 4
 _PAUSE_SECONDS = 0.2
 _NAME = re.compile(r"(\d{6,}/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _LARGEST_BESIDE = 256 << 20  # of files beside the shards, such as tokenizer.json
-# Errors of a store that mean that the data are no longer those that were prepared.
-_OTHER_DATA = ("remote.changed", "remote.not-found", "remote.no-bucket")
 
 Progress = Callable[[int, int], None]
 
 
-@dataclass
-class CachedFile:
-    """A remote file of prepared data. ``hashes``: local path of the data file whose hashes lie beside it.
+class CachedFile(CachedBlocks):
+    """A remote file of prepared data. ``local``: path of the data file whose hashes lie beside it.
 
     Each chunk is compared with its hash when it is fetched, and again when this process first reads it from the cache.
+    ``read`` raises CorruptDataError, too.
     """
 
-    remote: RemoteFile
-    local: Path
-    cache: BlockCache
-    _hashes: bytes = b""
-    _compared: set[int] = field(default_factory=set)
+    def __init__(self, file: RemoteFile, local: Path, cache: BlockCache) -> None:
+        super().__init__(file, cache)
+        self._local, self._hashes, self._compared = local, b"", set[int]()
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.remote.size
+        return self.file.size
 
     @property
     def path(self) -> str:
         """The path of the file."""
-        return self.remote.path
+        return self.file.path
 
     def check(self) -> None:
         """Do nothing: a chunk is compared when it is fetched, and fetching all of them would fill the cache."""
@@ -78,67 +73,51 @@ class CachedFile:
     def close(self) -> None:
         """Do nothing: no file remains open."""
 
-    def read(self, start: int, stop: int) -> bytes:
-        """Return bytes ``start`` to ``stop - 1``. Raises CorruptDataError, PlaceError and UnavailableError."""
-        parts = []
-        while start < stop:
-            block = start // BLOCK_BYTES
-            end = min(stop, (block + 1) * BLOCK_BYTES)
-            parts.append(self._within_block(block, start, end))
-            start = end
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _within_block(self, block: int, start: int, stop: int) -> bytes:
+    def read_block(self, block: int, start: int, stop: int) -> bytes:
         first, last = start // CHUNK_BYTES * CHUNK_BYTES, min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, self.size)
-        chunks = range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))
-        if all(chunk in self._compared for chunk in chunks):
+        if self._compared.issuperset(range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))):
             first, last = start, stop
-        name, base = f"{self.remote.path}\n{self.remote.etag}\n{self.size}\n{block}", block * BLOCK_BYTES
         for is_last in (False, True):
-            content = self._from_cache(name, block, first - base, last - base)
+            try:
+                content = super().read_block(block, first, last)
+            except PlaceError as error:
+                if error.means_other_content:
+                    raise CorruptDataError(self.path, str(error.reason)) from None
+                raise
             try:
                 if len(content) != last - first:
-                    raise CorruptDataError(self.remote.path, f"its copy in {self.cache.folder} ends early")
+                    raise CorruptDataError(self.path, f"its copy in {self.cache.folder} ends early")
                 self._compare(first, content)
                 break
             except CorruptDataError:  # a fault of the local disk
                 if is_last:
                     raise
-                self.cache.remove(name)
+                self.forget(first, last)
         return content[start - first : stop - first]
 
-    def _from_cache(self, name: str, block: int, start: int, stop: int) -> bytes:
-        try:
-            return self.cache.read(name, start, stop, lambda: self._fetch(block))
-        except PlaceError as error:
-            if error.reason is not None and error.reason.code in _OTHER_DATA:
-                raise CorruptDataError(self.remote.path, str(error.reason)) from None
-            raise
-
-    def _fetch(self, block: int) -> bytes:
+    def fetch(self, block: int) -> bytes:
         """Return a whole block after comparing its chunks; read it again if one differs. Raises CorruptDataError."""
-        start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.size)
         reads = 0
         while True:
             reads += 1
-            content = read_range(self.remote, start, stop)
+            content = super().fetch(block)
             try:
-                self._compare(start, content, again=True)
+                self._compare(block * BLOCK_BYTES, content, again=True)
                 return content
             except CorruptDataError as error:
                 if reads == _READS_OF_A_BLOCK:
                     where = f"{error.evidence['problem']}, in each of {reads} reads"
                     evidence = {name: value for name, value in error.evidence.items() if name.endswith("byte")}
-                    raise CorruptDataError(self.remote.path, where, **evidence) from None
+                    raise CorruptDataError(self.path, where, **evidence) from None
             time.sleep(_PAUSE_SECONDS)
 
     def _compare(self, start: int, content: bytes, *, again: bool = False) -> None:
         """Compare the chunks of ``content``, which begins at ``start``, unless they were. Raises CorruptDataError."""
-        self._hashes = self._hashes or read_hashes(self.local, self.size)
+        self._hashes = self._hashes or read_hashes(self._local, self.size)
         for place in range(-start % CHUNK_BYTES, len(content), CHUNK_BYTES):
             chunk = (start + place) // CHUNK_BYTES
             if again or chunk not in self._compared:
-                compare_chunk(self.remote.path, self._hashes, chunk, content[place : place + CHUNK_BYTES])
+                compare_chunk(self.path, self._hashes, chunk, content[place : place + CHUNK_BYTES])
                 self._compared.add(chunk)
 
 
@@ -153,7 +132,7 @@ def find_description(path: str, seconds: float | None = None) -> RemoteFile | No
     try:
         return find_file(f"{path.rstrip('/')}/{DESCRIPTION}", seconds)
     except PlaceError as error:
-        if error.reason is not None and error.reason.code == "remote.not-found":
+        if error.code_of_reason == "remote.not-found":
             return None
         raise
 
@@ -350,6 +329,6 @@ def _listed_or_none(root: str) -> tuple[RemoteFile, ...]:
     try:
         return list_files(f"{root}/")
     except PlaceError as error:
-        if error.reason is not None and error.reason.code == "remote.not-found":
+        if error.code_of_reason == "remote.not-found":
             return ()
         raise

@@ -23,10 +23,10 @@ from scaletrain_cli.data.images.shards import ShardUnit
 from scaletrain_cli.data.images.tables import names_of_classes, table_units
 from scaletrain_cli.data.images.targets import Member, TargetError
 from scaletrain_cli.data.sources.local_files import local_file
-from scaletrain_cli.data.sources.places import RemoteFile, is_remote, list_files
+from scaletrain_cli.data.sources.places import is_remote, list_files, naming_key
 from scaletrain_cli.data.sources.records import SourceFile
-from scaletrain_cli.errors import ScaletrainError, UsageError
-from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.image_files import (
     FOLDER,
@@ -234,13 +234,9 @@ def _state_of(root: str, name: str, size: _Size) -> str:
 
 def _remote(path: str, settings: ImageSettings, key: str, seconds: float | None) -> Listing:
     names = expanded_braces(path)
-    try:
-        with ThreadPoolExecutor(min(_REQUESTS, len(names))) as pool:
-            listed = list(pool.map(lambda name: list_files(name, seconds), names))
-    except ScaletrainError as error:
-        error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
-        raise
-    found = {file.path: (file.size, file.etag) for files in listed for file in files}
+    with naming_key(key), ThreadPoolExecutor(min(_REQUESTS, len(names))) as pool:
+        listed = list(pool.map(lambda name: list_files(name, seconds), names))
+    found = {file.path: file for files in listed for file in files}
     base = path.rstrip("/") if path not in found and not set("*?[{") & set(path) else _fixed_folder(path)
     below = {name.removeprefix(f"{base}/"): name for name in found}
     by_format, others = _by_format([name for name in below if not is_hidden(name)])
@@ -248,7 +244,7 @@ def _remote(path: str, settings: ImageSettings, key: str, seconds: float | None)
     if chosen == FOLDER:
         raise _unusable(key, path, Reason("images.remote-folder", {"count": len(by_format[FOLDER])}))
     kept, tests = _with_splits(by_format[chosen], key, path, settings)
-    remote = [(RemoteFile(below[name], *found[below[name]]), split) for name, split in kept]
+    remote = ((found[below[name]], split) for name, split in kept)
     files = tuple((SourceFile(file.path, file.size, chosen, etag=file.etag), split) for file, split in remote)
     state = _hashed(f"{file.path} {file.size} {file.etag}" for file, _ in files)
     left_out = Counter(Path(name).suffix or name for name in others)

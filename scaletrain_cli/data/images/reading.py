@@ -10,13 +10,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, block_cache
+from scaletrain_cli.data.block_cache import BlockCache, CachedBlocks, block_cache
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.images.compatibility import FILES, SCHEMA
 from scaletrain_cli.data.images.index_units import PACKED, digest_of
@@ -24,7 +23,7 @@ from scaletrain_cli.data.images.samples import ImageSample, ImageSettings
 from scaletrain_cli.data.images.tables import image_leaf
 from scaletrain_cli.data.pipeline.shards import SPLITS, read_description
 from scaletrain_cli.data.sources.libraries import require
-from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, SeekableFile, is_remote, read_range
+from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, SeekableFile, is_remote
 from scaletrain_cli.data.token_files import OPEN_FILES, LocalFile
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.hub.cache import cache_folder, path_in_cache
@@ -37,8 +36,6 @@ _MOST_ROWS_BYTES = 64 << 20  # of decoded groups of rows, beside the one that is
 _ENDS = 1 << 17  # numbers of a file that are read at a time
 _READS = 4  # of remote bytes that are not those of the index
 _PAUSE_SECONDS = 0.2
-# Errors of a store that mean that the images are no longer those that were indexed.
-_OTHER_IMAGES = ("remote.changed", "remote.not-found", "remote.no-bucket")
 
 
 class ChangedImageError(CorruptDataError):
@@ -272,43 +269,16 @@ class _Shards(_Images):
         return OPEN_FILES.read(Path(self._paths[about.file]), about.offset, about.length)
 
 
-class _Cached:
-    """A remote file in blocks of the cache of the node."""
-
-    def __init__(self, file: RemoteFile, cache: BlockCache) -> None:
-        self.file, self._cache = file, cache
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Return bytes ``start`` to ``stop - 1``, fewer at the end. Raises PlaceError, UnavailableError and OSError."""
-        parts = []
-        stop = min(stop, self.file.size)
-        while start < stop:
-            block = start // BLOCK_BYTES
-            base = block * BLOCK_BYTES
-            end = min(stop, base + BLOCK_BYTES)
-            fetch = partial(read_range, self.file, base, min(base + BLOCK_BYTES, self.file.size))
-            parts.append(self._cache.read(self._name(block), start - base, end - base, fetch))
-            start = end
-        return b"".join(parts)
-
-    def forget(self, start: int, stop: int) -> None:
-        """Remove the blocks of some bytes from the cache."""
-        for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
-            self._cache.remove(self._name(block))
-
-    def _name(self, block: int) -> str:
-        return f"{self.file.path}\n{self.file.etag}\n{self.file.size}\n{block}"
-
-
 class _RemoteShards(_Images):
     def __init__(self, files: list[RemoteFile], cache: BlockCache) -> None:
-        self._files = [_Cached(file, cache) for file in files]
+        self._files = [CachedBlocks(file, cache) for file in files]
 
     def place(self, about: _Record, name: str) -> str:
         return f"{self._files[about.file].file.path}:{name}"
 
     def read(self, about: _Record, name: str, place: str) -> bytes:
-        file, stop = self._files[about.file], about.offset + about.length
+        file = self._files[about.file]
+        stop = min(about.offset + about.length, file.file.size)
         return _read_remote(
             lambda: file.read(about.offset, stop), lambda: file.forget(about.offset, stop), about, place
         )
@@ -320,7 +290,7 @@ def _read_remote(read: Callable[[], bytes], forget: Callable[[], None], about: _
         try:
             content = read()
         except PlaceError as error:
-            if error.reason is not None and error.reason.code in _OTHER_IMAGES:
+            if error.reason is not None and error.means_other_content:
                 raise ChangedImageError(place, error.reason) from None
             raise
         try:
@@ -390,7 +360,7 @@ class _RowsOfTables(_Images):
         if self._cache is None:
             source: Any = arrow.OSFile(about.path)
         else:
-            source = arrow.PythonFile(_CachedStream(_Cached(about, self._cache)), mode="r")
+            source = arrow.PythonFile(_CachedStream(CachedBlocks(about, self._cache)), mode="r")
         table = parquet.ParquetFile(source)
         leaf, in_struct = image_leaf(table.schema_arrow, self._settings, about.path)
         while len(self._tables) >= _MOST_TABLES:
@@ -401,7 +371,7 @@ class _RowsOfTables(_Images):
     def _forget(self, file: int) -> None:
         assert self._cache is not None
         about = self._paths[file]
-        _Cached(about, self._cache).forget(0, about.size)
+        CachedBlocks(about, self._cache).forget(0, about.size)
         self._tables.pop(file, None)
         for key in [key for key in self._groups if key[0] == file]:
             del self._groups[key]
@@ -410,12 +380,12 @@ class _RowsOfTables(_Images):
 class _CachedStream(SeekableFile):
     """A remote file as a seekable binary file that is read through the cache."""
 
-    def __init__(self, file: _Cached) -> None:
+    def __init__(self, file: CachedBlocks) -> None:
         super().__init__(file.file.size)
         self._file = file
 
     def readinto(self, buffer: Any) -> int:
-        content = self._file.read(self.place, self.place + len(buffer))
+        content = self._file.read(self.place, min(self.size, self.place + len(buffer)))
         buffer[: len(content)] = content
         self.place += len(content)
         return len(content)

@@ -5,10 +5,10 @@ from collections import Counter
 from pathlib import Path
 
 from scaletrain_cli.data.sources.local_files import local_file, parts_of
-from scaletrain_cli.data.sources.places import find_file, is_remote, list_files
+from scaletrain_cli.data.sources.places import find_file, is_remote, list_files, naming_key
 from scaletrain_cli.data.sources.records import SourceFile
-from scaletrain_cli.errors import ScaletrainError, UsageError
-from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.corpus_files import (
     PYTHON_STDLIB,
@@ -62,11 +62,8 @@ def source_files(
 def _remote(
     section: SourceSpec, key: str, seconds: float | None, evaluation: bool, left_out: Counter[str] | None
 ) -> tuple[SourceFile, ...]:
-    try:
+    with naming_key(key):
         listed = {file.path: file for file in list_files(section.path, seconds)}
-    except ScaletrainError as error:
-        error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
-        raise
     in_folder = section.path not in listed and not set("*?[") & set(section.path)
     if not (chosen := chosen_text(list(listed), section.format, in_folder=in_folder)):
         raise _unreadable(key, section.path, f"has no {', '.join(suffixes_of(section.format))} file")

@@ -10,6 +10,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.sources.stores import Place, PlaceError, is_remote, parse_place, store_of
 from scaletrain_cli.errors import ScaletrainError
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.secret_text import hide_values
 from scaletrain_cli.spec.hub_files import path_matches
 
@@ -41,6 +42,16 @@ class UnavailableError(ScaletrainError):
     """A store did not answer until the deadline."""
 
     code = "remote-unavailable"
+
+
+@contextmanager
+def naming_key(key: str) -> Iterator[None]:
+    """Name the key of the spec in the errors of its remote source."""
+    try:
+        yield
+    except ScaletrainError as error:
+        error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
+        raise
 
 
 class _ShortBodyError(Exception):
@@ -80,7 +91,7 @@ def list_files(path: str, seconds: float | None = None) -> tuple[RemoteFile, ...
         try:
             return (find_file(path, seconds),)
         except PlaceError as error:
-            if error.reason is None or error.reason.code != "remote.not-found":
+            if error.code_of_reason != "remote.not-found":
                 raise
     folder = place.key[: place.key.rfind("/", 0, wildcard.start()) + 1] if wildcard else place.key
     pattern = tuple(place.key.split("/")) if wildcard else ()
@@ -190,8 +201,7 @@ def retried(action: Callable[[], Result], place: Place, path: str, seconds: floa
 
 def _final(error: Exception, place: Place, path: str) -> Reason | None:
     """Return why a request can never succeed; None if it may when it is repeated."""
-    text = str(error)
-    status, code = _status(text), _code(text)
+    text, (status, code) = str(error), _answer(error)
     at = {"path": path}
     if isinstance(error, _ShortBodyError):
         return None
@@ -214,21 +224,16 @@ def _final(error: Exception, place: Place, path: str) -> Reason | None:
 
 def _fault(error: Exception) -> str:
     """Return one line on a fault, without the settings of the store that the library adds."""
-    text = str(error)
-    status, code = _status(text), _code(text)
+    status, code = _answer(error)
     if status is not None:
         return f"HTTP {status}{f', {code}' if code else ''}"
-    return hide_values(re.sub(r"^.* - ", "", text.partition("\n")[0]), ())[:200]
+    return hide_values(re.sub(r"^.* - ", "", str(error).partition("\n")[0]), ())[:200]
 
 
-def _status(text: str) -> int | None:
-    found = _STATUS.search(text)
-    return int(found[1]) if found else None
-
-
-def _code(text: str) -> str:
-    found = _CODE.search(text)
-    return found[1] if found else ""
+def _answer(error: Exception) -> tuple[int | None, str]:
+    """Return the status and the code of a store's answer in the text of an error, as far as it has them."""
+    status, code = _STATUS.search(str(error)), _CODE.search(str(error))
+    return int(status[1]) if status else None, code[1] if code else ""
 
 
 class SeekableFile(io.RawIOBase):
@@ -238,19 +243,15 @@ class SeekableFile(io.RawIOBase):
         self.size, self.place = size, 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the place of the next byte."""
         return self.place
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Change the place of the next byte, and return it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
         self.place = max(0, base + offset)
         return self.place
@@ -267,7 +268,6 @@ class RemoteStream(SeekableFile):
 
     @property
     def name(self) -> str:
-        """The path of the file."""
         return self._file.path
 
     def readinto(self, buffer: Any) -> int:

@@ -41,6 +41,16 @@ _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 class PlaceError(UsageError):
     """A remote file cannot be used, and trying again would not help: name, rights, or content (exit 2)."""
 
+    @property
+    def code_of_reason(self) -> str:
+        """The code of the reason; empty without one."""
+        return "" if self.reason is None else self.reason.code
+
+    @property
+    def means_other_content(self) -> bool:
+        """True if the content of the file is no longer what it was."""
+        return self.code_of_reason in ("remote.changed", "remote.not-found", "remote.no-bucket")
+
 
 @dataclass(frozen=True)
 class Place:
