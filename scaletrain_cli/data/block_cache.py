@@ -62,7 +62,6 @@ class BlockCache:
         return content[start:stop]
 
     def remove(self, name: str) -> None:
-        """Remove a block whose content is wrong."""
         with contextlib.suppress(FileNotFoundError):
             self._path(name).unlink()
 

@@ -103,7 +103,6 @@ def prepare_images(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str
 
 
 def _line(source: Mapping[str, Any]) -> str:
-    """Return the documents and tokens of a source in one line."""
     left = counted(source["documents"], "document")
     if source["documents_read"] is not None:
         removed, unusable = whole_text(source["documents_removed"]), whole_text(source["documents_unusable"])

@@ -21,7 +21,6 @@ _owner = secrets.token_hex(OWNER_DIGITS // 2)
 
 
 def new_owner() -> str:
-    """Return an id for a new owner of drafts."""
     return secrets.token_hex(OWNER_DIGITS // 2)
 
 

@@ -59,12 +59,10 @@ class CachedFile(CachedBlocks):
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return self.file.size
 
     @property
     def path(self) -> str:
-        """The path of the file."""
         return self.file.path
 
     def check(self) -> None:

@@ -52,7 +52,6 @@ class _OpenFiles:
             return os.pread(self._open[path], count, start)
 
     def close(self, paths: Iterable[Path]) -> None:
-        """Close these files, if they are open."""
         with self._lock:
             for path in paths:
                 if path in self._open:
@@ -103,7 +102,6 @@ class LocalFile:
 
     @property
     def path(self) -> str:
-        """The path of the file."""
         return str(self._path)
 
     @property
@@ -137,7 +135,6 @@ class LocalFile:
         self.read(0, self.size)
 
     def close(self) -> None:
-        """Close the file; the next read opens it again."""
         OPEN_FILES.close([self._path])
 
     def _bytes(self, start: int, stop: int) -> bytes:

@@ -169,7 +169,6 @@ class FaultyReading:
     faults: tuple[Fault, ...]
 
     def __call__(self, number: int) -> Any:
-        """Return the batch."""
         batch = self.read(number)
         for fault in self.faults:
             if fault.kind == "slow-data":
@@ -241,7 +240,6 @@ class Faults:
         return any(fault.kind == "nan" for fault in self._due(step))
 
     def loss_factor(self, batch: int) -> float:
-        """Return the factor of this batch's loss."""
         spikes = [fault for fault in self._mine if fault.kind == "spike"]
         return math.prod([fault.factor for fault in spikes if (fault.step or 1) <= batch <= (fault.last or batch)])
 

@@ -71,7 +71,6 @@ class Validation:
         return {} if self.zero_shot is None else {ZERO_SHOT: self.zero_shot.reader}
 
     def is_due(self, step: int) -> bool:
-        """Return True if the run is evaluated after ``step`` steps."""
         return self.record.spec.evaluates_after(step)
 
     @torch.no_grad()
@@ -228,5 +227,4 @@ def check_metrics(spec: RunSpec, measured: Mapping[str, float]) -> None:
 
 
 def values_of(metric: str, validations: Iterable[Mapping[str, float]]) -> list[float]:
-    """Return the values of a metric in the validations that have it."""
     return [measured[metric] for measured in validations if metric in measured]

@@ -267,7 +267,6 @@ class _Buckets:
             self._rest = rows[starts[-1] :].copy()
 
     def end(self) -> Iterator[Ids]:
-        """Yield the pairs of the last bucket."""
         if len(self._rest) > 1:
             yield _all_pairs(self._rest[None, :, 1].astype(np.int64))
         self._close()

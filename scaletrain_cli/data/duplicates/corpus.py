@@ -74,7 +74,6 @@ class SectionWriter:
         self._file.write(data.data.cast("B") if data.size else b"")
 
     def add(self, name: str, dtype: str, rows: Numbers) -> None:
-        """Write a whole section."""
         self.begin(name, dtype, *rows.shape[1:])
         self.append(rows)
 
@@ -113,11 +112,9 @@ class Sections:
                 ) from None
 
     def rows(self, name: str) -> int:
-        """Return the number of rows of a section."""
         return int(self._sections[name]["rows"])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Numbers:
-        """Return rows ``start`` to ``stop`` of a section."""
         section = self._sections[name]
         stop = section["rows"] if stop is None else min(stop, section["rows"])
         dtype, shape = np.dtype(section["dtype"]), tuple(section["shape"])
@@ -127,12 +124,10 @@ class Sections:
         return np.fromfile(self.path, dtype, count * per_row, offset=offset).reshape(count, *shape)
 
     def chunks(self, name: str, rows: int) -> Iterator[Numbers]:
-        """Yield a section in pieces of at most ``rows`` rows."""
         for start in range(0, self.rows(name), rows):
             yield self.read(name, start, start + rows)
 
     def take(self, name: str, places: Numbers) -> Numbers:
-        """Return the rows at the given places."""
         taken: Numbers = np.array(self.mapped(name)[places])
         return taken
 
@@ -168,7 +163,6 @@ class Settings:
 
     @classmethod
     def of(cls, section: DuplicatesSpec) -> Settings:
-        """Return the settings that a spec gives."""
         return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
     def key(self) -> dict[str, Any]:
@@ -245,7 +239,6 @@ class Corpus:
         return self.folder / "report.json"
 
     def read_report(self) -> dict[str, Any]:
-        """Return the report of the finished deduplication."""
         report: dict[str, Any] = json.loads(self.report.read_text(encoding="utf-8"))
         return report
 
@@ -263,7 +256,6 @@ class Numbering:
         return int(self.starts[-1])
 
     def tasks_of(self, ids: Ids) -> Ids:
-        """Return the task of each document."""
         tasks: Ids = np.searchsorted(self.starts, ids, "right").astype(np.int64) - 1
         return tasks
 
@@ -296,7 +288,6 @@ class Numbering:
         return np.column_stack([self.tasks_of(ids), Sections(self._corpus.identical).take("index", ids)])
 
     def documents_at(self, ids: Ids) -> list[Document]:
-        """Return the task and the index in it of each document."""
         return [Document(task, index) for task, index in self.places_of(ids).tolist()]
 
 

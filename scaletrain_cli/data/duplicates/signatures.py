@@ -20,7 +20,6 @@ _DOCUMENTS_AT_ONCE = 1024
 
 
 def write_signatures(corpus: Corpus, task: int, texts: Texts) -> None:
-    """Write the signature file of a task, from its documents."""
     settings = corpus.settings
     columns = _columns(settings, texts(task))
     with SectionWriter(corpus.signatures(task)) as file:
@@ -35,7 +34,6 @@ def write_signatures(corpus: Corpus, task: int, texts: Texts) -> None:
 
 
 def band_section(band: int) -> str:
-    """Return the name of the section with the keys of a band."""
     return f"band {band}"
 
 

@@ -64,7 +64,6 @@ def _changed(corpus: Corpus, task: int, index: int) -> UsageError:
 
 
 def parts(corpus: Corpus) -> int:
-    """Return the number of parts in which the pairs are verified."""
     return -(-Sections(corpus.pairs).rows("pairs") // PAIRS_PER_PART)
 
 
@@ -115,7 +114,6 @@ class _Shingles:
         self._files: OrderedDict[int, _TaskShingles] = OrderedDict()
 
     def of(self, document: int) -> U64:
-        """Return the sorted shingles of a document."""
         if document in self._held:
             self._held.move_to_end(document)
             return self._held[document]

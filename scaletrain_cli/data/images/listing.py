@@ -262,7 +262,6 @@ def _fixed_folder(path: str) -> str:
 
 
 def _by_format(names: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the names of each format, and the others."""
     by_format: dict[str, list[str]] = {name: [] for name in IMAGE_FORMATS}
     others: list[str] = []
     for name in names:
@@ -293,7 +292,6 @@ def _format(
 
 
 def _splits_read(splits: Collection[str], settings: ImageSettings) -> Collection[str]:
-    """Return the splits of a source that are read."""
     if settings.only_evaluation:
         held_out = next((split for split in (VALIDATION, TEST) if split in splits), None)
         return splits if held_out is None else {held_out}
@@ -362,7 +360,6 @@ class FolderUnit:
     labels_beside: bool = False
 
     def samples(self, settings: ImageSettings) -> Iterator[Found | Bad]:
-        """Yield the image of each file."""
         for name in self.names:
             path = os.path.join(self.root, name)
             try:
@@ -397,7 +394,6 @@ def class_of_path(name: str, has_splits: bool) -> str | None:
 
 
 def reads_beside(settings: ImageSettings) -> tuple[str, ...]:
-    """Return the suffixes of files beside the images that are read."""
     found: list[str] = []
     found += label_suffixes(settings)
     if settings.captions:

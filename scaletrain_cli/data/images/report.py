@@ -36,7 +36,6 @@ class _Split:
         return bytes(self.text[start : start + int(about["key"]) + int(about["suffix"])]).decode()
 
     def captions(self, numbers: Iterable[int]) -> list[str]:
-        """Return the captions of images."""
         found = []
         for about in (self.records[number] for number in numbers):
             start = int(about["text"]) + int(about["key"]) + int(about["suffix"])
@@ -125,7 +124,6 @@ def _short_sides(document: Mapping[str, Any], image_size: int | None) -> dict[st
 
 
 def _classes(folder: Path, document: Mapping[str, Any], splits: Mapping[str, _Split]) -> dict[str, Any] | None:
-    """Return the images of each class in each split; None without classes."""
     number, targets = document["num_classes"], document["settings"]["targets"]
     if number is None:
         return None

@@ -149,7 +149,6 @@ class Chain:
     skips_bad: bool = False
 
     def decisions(self, step: int, task: Task) -> Path:
-        """Return the file of a step's decisions."""
         return self.folder / self.steps[step].key / f"{task.number:06d}.json"
 
     def documents(self, task: Task) -> Iterator[tuple[int, str]]:
@@ -269,7 +268,6 @@ class _Running:
         return _step(self._step.section)(document)
 
     def write(self) -> None:
-        """Write the decisions that were made."""
         if self._known is None:
             self._made.write(self._path)
 

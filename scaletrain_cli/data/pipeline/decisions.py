@@ -92,7 +92,6 @@ class Decisions:
 
     @property
     def removed_numbers(self) -> frozenset[int]:
-        """The numbers of all documents that the step removed."""
         return frozenset(number for numbers in self.removed.values() for number in numbers)
 
     def write(self, path: Path) -> None:

@@ -214,7 +214,6 @@ def _write(folder: Path, documents: Iterable[Encoded], validation_share: float, 
 
 
 def shard_folder(dataset: Path, number: int) -> Path:
-    """Return the folder with the tokens of a task, by the number of the task."""
     return dataset / f"{number:06d}"
 
 

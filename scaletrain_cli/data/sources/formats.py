@@ -17,7 +17,6 @@ TOKEN_FORMATS = ("megatron", "npy", "raw_uint16", "raw_uint32")
 
 
 def reader_of(file: SourceFile) -> Reader:
-    """Return the reader of a file whose format is known."""
     if file.kind not in TOKEN_FORMATS:
         return _TEXT[file.kind]
     # It loads numpy, which takes as long as the rest of a command on text.

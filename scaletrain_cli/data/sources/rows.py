@@ -34,7 +34,6 @@ class Tally:
     problems: list[str] = field(default_factory=list)
 
     def leave_out(self, problem: str) -> None:
-        """Count a row that cannot be used."""
         self.unusable += 1
         if len(self.problems) < _PROBLEMS_KEPT:
             self.problems.append(problem)

@@ -128,7 +128,6 @@ class _WordHashes(dict[str, int]):
         return number
 
     def of(self, words: list[str]) -> _Numbers:
-        """Return the hashes of words."""
         if len(self) > _CACHED_WORDS:
             self.clear()
         return np.fromiter(map(self.__getitem__, words), dtype=np.uint64, count=len(words))

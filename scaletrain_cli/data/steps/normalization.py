@@ -51,7 +51,6 @@ class Normalization(Step):
         self.depends_on = {"unicode": unicodedata.unidata_version}
 
     def __call__(self, document: Document) -> Kept:
-        """Return the normalized text."""
         text = self._normalized(document.text)
         return Kept(document.text) if text == document.text else Kept(text, _CHANGED)
 

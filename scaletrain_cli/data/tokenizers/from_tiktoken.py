@@ -114,7 +114,6 @@ def converted(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, in
 
 
 def special_tokens(encoding: Encoding, ranks: Mapping[bytes, int]) -> dict[str, int]:
-    """Return the ids of the special tokens of an encoding."""
     first = max(ranks.values()) + 1
     return {**encoding.special, **{name: first + place for place, name in enumerate(encoding.following)}}
 

@@ -68,7 +68,6 @@ class MergedWeights:
 
     @classmethod
     def of(cls, saved: Weights, model: ModelSpec) -> "MergedWeights":
-        """Return the merged weights of a model with an adapter."""
         return cls(saved, model, module_of_weight(modules_with_adapter(model)))
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:

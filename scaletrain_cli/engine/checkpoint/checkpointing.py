@@ -169,7 +169,6 @@ class Checkpointer:
 
     @property
     def states(self) -> ShardedState:
-        """The shards of the present engine."""
         return self._states
 
     def state_in_memory(self) -> HeldState:

@@ -60,7 +60,6 @@ class ExchangedState:
         return f"{kind}/{name}" in self.values
 
     def counts_of(self, name: str) -> Mapping[str, float]:
-        """Return the counters of the optimizer for a parameter."""
         return self.counts.get(name, self.usual_counts)
 
     def read(self, kind: str, part: Slice) -> Tensor:

@@ -95,7 +95,6 @@ class ShardedState:
         return states
 
     def counter_names(self) -> set[str]:
-        """Return the names of the optimizer's states that are counters."""
         return counter_names(self._optimizer)
 
     def place_of_counts(self, weight: Tensor) -> torch.device | None:

@@ -66,7 +66,6 @@ class CheckpointSchedule:
 
     @property
     def interval_steps(self) -> int:
-        """Steps between checkpoints at present."""
         return self._interval_steps
 
     @property
@@ -87,7 +86,6 @@ class CheckpointSchedule:
         return step - self._saved_at >= self._interval_steps
 
     def step_took(self, seconds: float) -> None:
-        """Record the time of a training step."""
         self._steps.append(seconds)
 
     def save_took(self, blocked_seconds: float, seconds: float) -> None:

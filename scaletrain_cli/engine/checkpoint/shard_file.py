@@ -151,7 +151,6 @@ class ShardHeader:
     other_counts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def counts_of(self, name: str) -> Mapping[str, float]:
-        """Return the counters of one parameter."""
         return self.other_counts.get(name, self.counts)
 
     def to_metadata(self) -> dict[str, str]:
@@ -234,7 +233,6 @@ class ShardFile:
 
     @property
     def keys(self) -> Collection[str]:
-        """Names of the tensors."""
         return self._index.keys()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -262,7 +260,6 @@ _SHARD = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 def shard_name(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -296,7 +293,6 @@ class StateReader:
         return any(f"{kind}/{name}" in file.keys for file in self._files_of(name))
 
     def counts_of(self, name: str) -> Mapping[str, float]:
-        """Return the counters of the optimizer for a parameter."""
         return next((file.header.counts_of(name) for file in self._files_of(name)), self.counts)
 
     def _files_of(self, name: str) -> list[ShardFile]:

@@ -50,7 +50,6 @@ class Counts(NamedTuple):
     others: dict[str, dict[str, float]]
 
     def with_shard(self, shard: FlatShard, counts: dict[str, float]) -> "Counts":
-        """Return the counters with those of one more shard."""
         if not self.usual:
             return Counts(counts, self.others)
         if counts == self.usual:

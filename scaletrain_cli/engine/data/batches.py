@@ -71,7 +71,6 @@ class MicroBatch(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, TokenContext]:
-        """The arguments of the forward pass."""
         return self.tokens, self.labels, self.context
 
     @property
@@ -80,7 +79,6 @@ class MicroBatch(NamedTuple):
         return TokenContext(self.positions, self.samples, self.documents, self.segments, real=self.real)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return the micro-batch on another device."""
         return map_tensors(self, lambda tensor: tensor.to(device))
 
 
@@ -197,7 +195,6 @@ class BatchReader:
     pixels: Pixels | None = None
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return len(self.sequences)
 
     def batch(self, number: int) -> StepBatch:

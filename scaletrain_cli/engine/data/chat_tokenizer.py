@@ -185,7 +185,6 @@ class ChatTokenizer:
         return self._checked(_Text(text, special=False, spans=spans, stops=stops), template, conversation)
 
     def _whole(self, template: ChatTemplate, conversation: Conversation) -> _Text:
-        """Return a text that is in the loss as a whole."""
         messages, _, tools, variables = conversation
         with contextlib.suppress(RowError):  # of templates that do not tell turns from prompts
             text, _, stops = template.assistant_spans(conversation, last_only=False)

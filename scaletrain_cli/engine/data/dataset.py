@@ -38,7 +38,6 @@ class Joined:
         return self.starts[-1]
 
     def part(self, first: int, count: int) -> Any:
-        """Return ``count`` of these samples from ``first`` on."""
         parts = []
         for each, start in zip(self.sources, self.starts, strict=False):
             low, high = (min(max(place - start, 0), len(each)) for place in (first, first + count))
@@ -46,7 +45,6 @@ class Joined:
         return type(self)(tuple(parts))  # type: ignore[call-arg]
 
     def source_of(self, index: int) -> int:
-        """Return the number of the source that has a sample."""
         return bisect_right(self.starts, index) - 1
 
     def by_source(self, indices: Sequence[int]) -> Iterator[tuple[Any, npt.NDArray[np.int64], list[int]]]:

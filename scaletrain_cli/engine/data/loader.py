@@ -67,7 +67,6 @@ class BatchesAndRounds:
     validation: Mapping[str, RoundReader]
 
     def __call__(self, request: int | Round) -> Any:
-        """Return a batch or a round."""
         if isinstance(request, Round):
             return self.validation[request.source].round(request.number, request.samples)
         return self.training(request)

@@ -100,7 +100,6 @@ class ReaderProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids."""
         return [each.process.pid for each in self._processes]
 
     def want(self, numbers: Sequence[Hashable]) -> None:

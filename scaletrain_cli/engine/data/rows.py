@@ -64,7 +64,6 @@ class RowSequences:
         return len(self.row_ends) // (2 if self.pairs else 1) - self.first if self.count is None else self.count
 
     def part(self, first: int, count: int) -> "RowSequences":
-        """Return ``count`` of these rows or pairs from ``first`` on."""
         return replace(self, first=self.first + first, count=count)
 
     def total_weight(self, indices: Sequence[int]) -> float:
@@ -155,20 +154,16 @@ class JoinedRows(Joined):
 
     @property
     def pairs(self) -> bool:
-        """True if the samples are pairs of answers, as in RowSequences."""
         return self.sources[0].pairs
 
     @property
     def weighted(self) -> bool:
-        """True if some weights are neither 0 nor 1."""
         return self.sources[0].weighted
 
     def total_weight(self, indices: Sequence[int]) -> float:
-        """Return the sum of the weights of these rows or pairs."""
         return float(sum(source.total_weight(own) for source, _, own in self.by_source(indices)))
 
     def longest(self, indices: Sequence[int]) -> int:
-        """Return the tokens of the longest of these rows, or of the answers of these pairs."""
         return int(max(source.longest(own) for source, _, own in self.by_source(indices)))
 
     def read(self, indices: Sequence[int], length: int | None = None) -> Rows:

@@ -133,7 +133,6 @@ class SampleOrder:
 
     @cached_property
     def mixture(self) -> Mixture:
-        """The source of each sample."""
         return Mixture(self.stages)
 
     @cached_property

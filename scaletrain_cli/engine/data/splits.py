@@ -65,9 +65,7 @@ class Samples(Protocol):
 class Reader(Protocol):
     """Reads the batches of one rank from one or several sources."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
+    def __len__(self) -> int: ...
 
     def batch(self, number: int) -> Any:
         """Return this rank's part of the global batch with this number (1-based)."""

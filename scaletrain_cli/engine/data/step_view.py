@@ -183,7 +183,6 @@ class _Samples:
         }
 
     def _images(self, row: int) -> list[dict[str, Any]]:
-        """Return the images of a row, each with its place in the source and its size."""
         from scaletrain_cli.data.images.decode import size_of  # which needs Pillow
 
         assert isinstance(self._sequences, RowSequences)

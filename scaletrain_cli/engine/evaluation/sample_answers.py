@@ -36,7 +36,6 @@ class SampleAnswers:
     compiled: bool
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.reader)
 
     @torch.no_grad()

@@ -211,7 +211,6 @@ class _ModelOnDemand:
         return self._model
 
     def release(self) -> None:
-        """Free the memory of the model."""
         self._model = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -234,7 +233,6 @@ class _ModelOnDemand:
 def _run_task(
     task: LossTask | GenerationTask | LmEvalTask, evaluation: Evaluation, loaded: _ModelOnDemand, own: RunDir
 ) -> Evaluation:
-    """Return the evaluation with the results of the task."""
     if isinstance(task, LossTask):
         return _loss(task, evaluation, loaded)
     if isinstance(task, GenerationTask):

@@ -80,7 +80,6 @@ class SpikeGuard:
 
     @property
     def healthy_steps(self) -> int:
-        """Healthy steps in a row up to the last one."""
         return self._healthy
 
     @property
@@ -135,7 +134,6 @@ class SpikeGuard:
         self._outliers = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values, for a checkpoint."""
         return {
             "losses": list(self._losses),
             "norms": list(self._norms),
@@ -144,7 +142,6 @@ class SpikeGuard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         self._losses = deque(state["losses"], maxlen=_WINDOW_STEPS)
         self._norms = deque(state["norms"], maxlen=_WINDOW_STEPS)
         self._outliers = [Outlier(*outlier) for outlier in state["outliers"]]
@@ -187,11 +184,9 @@ class LossScaleCollapse:
         return {"loss_scale": scale, "fell_from": largest, "within_steps": len(self._scales)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values, for a checkpoint."""
         return {"scales": list(self._scales), "settled": self._settled, "told": self._reported}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         self._scales = deque(state["scales"], maxlen=_SCALE_WINDOW_STEPS)
         self._settled, self._reported = state["settled"], state["told"]
 
@@ -216,11 +211,9 @@ class DeadGradients:
         return {"norms": norms}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values, for a checkpoint."""
         return {"norms": list(self._norms), "told": self._reported}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         self._norms, self._reported = list(state["norms"]), state["told"]
 
 
@@ -249,11 +242,9 @@ class FlatLoss:
         return {"first_losses": first, "recent_losses": now, "noise": noise}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values, for a checkpoint."""
         return {"first": list(self._first)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         self._first = list(state["first"])
 
 
@@ -324,7 +315,6 @@ class Guard:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values, for a checkpoint."""
         return {
             "spikes": self._spikes.state_dict(),
             "scale": self._scale.state_dict(),
@@ -333,7 +323,6 @@ class Guard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         self._spikes.load_state_dict(state["spikes"])
         self._scale.load_state_dict(state["scale"])
         self._dead.load_state_dict(state["dead"])

@@ -57,11 +57,9 @@ class GuardActions:
     mixture_batches: tuple[int, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the guard's state, for a checkpoint."""
         return self.guard.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the guard from ``state_dict``."""
         self.guard.load_state_dict(state)
 
     @property
@@ -70,7 +68,6 @@ class GuardActions:
         return merged_skip_ranges([*self.record.spec.data.skip, *(rollback.skip for rollback in self.rollbacks)])
 
     def batch_number(self, step: int) -> int:
-        """Return the batch that a step (1-based) trains on."""
         return batch_number(step, self.skipped)
 
     def check(self, measures: list[StepMeasures], trained: int, metrics: MetricsLog) -> int:

@@ -48,7 +48,6 @@ class LedgerClock:
         self._under_way[0] = "other"
 
     def step_trained(self) -> None:
-        """Count one training step."""
         self._steps += 1
 
     def write(self) -> None:
@@ -58,7 +57,6 @@ class LedgerClock:
                 write_ledger(self._run, self._ledger())
 
     def close(self) -> None:
-        """Write the ledger for the last time."""
         self._end.set()
         self._closed = True
         self.write()

@@ -483,7 +483,6 @@ def _part(name: str) -> str:
 def _outside(
     index: int, names: list[tuple[str, nn.Parameter]], block_of: dict[int, str], with_blocks: list[str]
 ) -> str:
-    """Return the layer of a parameter outside of the blocks."""
     part = _part(names[index][0])
     several = len(with_blocks) > 1
     if several and part not in with_blocks:

@@ -47,7 +47,6 @@ class LayersFile:
             logger.warning("the norms of layers are not written: %s", error)
 
     def add(self, measured: MeasuredLayers) -> None:
-        """Add the columns of a step."""
         for name, columns in measured.columns.items():
             self._writer.add(f"layer {name}", time.time(), measured.step, columns)
 
@@ -155,7 +154,6 @@ class RankMeasures:
             self._noise_steps.after_step()
 
     def step_took(self, step: int, seconds: float) -> None:
-        """Record how long a step took on this rank."""
         if self._enabled:
             self._layers.step_took(step, seconds)
             if self._noise_steps is not None:

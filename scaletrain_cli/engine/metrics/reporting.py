@@ -33,7 +33,6 @@ def report_event(run: RunDir, rank: int, name: str, /, **details: Any) -> None:
 
 
 def log_event(name: str, /, **details: Any) -> None:
-    """Write the text of an event to the log."""
     logger.info("%s: %s", name, event_sentence({"event": name, **details}))
 
 

@@ -31,7 +31,6 @@ class DeferredMetrics:
         self._waiting: deque[tuple[int, Callable[[], StepMeasures]]] = deque()
 
     def begin(self) -> None:
-        """Start the clock of a step."""
         self._clock.start()
 
     def end(self, step: int, values: Mapping[str, Tensor | float]) -> None:
@@ -53,7 +52,6 @@ class DeferredMetrics:
         return self._until(step - self._lag)
 
     def remaining(self) -> list[StepMeasures]:
-        """Wait for all remaining measures and return them."""
         return self._until(self._waiting[-1][0]) if self._waiting else []
 
     def _until(self, last: int) -> list[StepMeasures]:

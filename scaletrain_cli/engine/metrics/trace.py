@@ -64,7 +64,6 @@ def united(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersected(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Return the times in both unions."""
     found, one, two = [], 0, 0
     while one < len(first) and two < len(second):
         start, end = max(first[one][0], second[two][0]), min(first[one][1], second[two][1])
@@ -78,7 +77,6 @@ def intersected(first: Sequence[Interval], second: Sequence[Interval]) -> list[I
 
 
 def subtracted(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Return the times of the first union that are not in the second."""
     found, two = [], 0
     for start, end in first:
         while two < len(second) and second[two][1] <= start:
@@ -95,7 +93,6 @@ def subtracted(first: Sequence[Interval], second: Sequence[Interval]) -> list[In
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Return the length of a union."""
     return sum(end - start for start, end in intervals)
 
 
@@ -301,7 +298,6 @@ class _Finder:
         self._outer, self._starts = outer, [one.start for one in outer]
 
     def at(self, time: float) -> str | None:
-        """Return the name of the operator, or None."""
         place = bisect.bisect_right(self._starts, time) - 1
         return self._outer[place].name if place >= 0 and time <= self._outer[place].end else None
 

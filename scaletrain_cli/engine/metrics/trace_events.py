@@ -85,7 +85,6 @@ class TraceEvents:
     allocations: list[Allocation] = field(default_factory=list)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Add one event of the trace."""
         name, category = str(event.get("name", "")), str(event.get("cat", ""))
         if event.get("ph") == "i" and name == "[memory]":
             about = event["args"]

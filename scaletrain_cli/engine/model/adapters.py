@@ -145,7 +145,6 @@ def _parameter(shape: tuple[int, ...], shard: Shard, dtype: torch.dtype | None) 
 
 
 def _adapted(layer: Any, adapter: AdapterSpec, place: Placement) -> Callable[[Tensor], Tensor]:
-    """Return the forward pass of a linear layer with its adapter."""
     base: Callable[[Tensor], Tensor] = layer.forward
     scaling = adapter.scaling
 
@@ -269,7 +268,6 @@ class AdapterInitialization:
     trained: WeightSource | None = None
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
-        """Return this rank's shard of a parameter."""
         if not is_adapter_parameter(name):
             return self.base.read(name, whole_shape, spec)
         if self.trained is not None:

@@ -392,7 +392,6 @@ def attention_core(p: float, settings: AttentionSettings = PLAIN) -> Callable[..
 
 
 def dropout_key(seed: int, name: str) -> Tensor:
-    """Return the key of the dropout module with this name in the model."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return torch.tensor(int.from_bytes(digest, "big", signed=True), device="cpu")
 

@@ -62,7 +62,6 @@ def segments_of(documents: Tensor) -> Segments:
 
 
 def whole_rows(rows: int, length: int, device: torch.device) -> Segments:
-    """Return the segments of rows of one document each."""
     return Segments(torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device), length)
 
 

@@ -100,7 +100,6 @@ class BaseWeights:
     others: WeightSource
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
-        """Return this rank's shard of a parameter."""
         return (self.base if name in self.names else self.others).read(name, whole_shape, spec)
 
 
@@ -115,7 +114,6 @@ class WeightsOfParts:
     others: WeightSource
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
-        """Return this rank's shard of a parameter."""
         module, _, rest = name.partition(".")
         if module in self.parts:
             return self.parts[module].read(rest, whole_shape, spec)

@@ -263,7 +263,6 @@ def combine(rows: Tensor, order: Tensor, routing: Routing) -> Tensor:
 
 
 def moe_layers_of(model: nn.Module) -> Iterator[MoELayer]:
-    """Yield the MoE layers of a model, in order."""
     return (module for module in model.modules() if isinstance(module, MoELayer))
 
 

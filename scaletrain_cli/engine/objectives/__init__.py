@@ -20,7 +20,6 @@ _WITH_IMAGES = "image_text:ImageText"  # sft of a language model that reads imag
 
 
 def build_objective(spec: RunSpec, mesh: Mesh) -> Objective:
-    """Return the objective of the run."""
     name = spec.training.objective
     of_images = _WITH_IMAGES if isinstance(spec.model, LlavaSpec) else OF_IMAGES.get(name)
     kind: type[Objective] = load_reference(f"{__name__}.{of_images}") if of_images else OBJECTIVES[name]

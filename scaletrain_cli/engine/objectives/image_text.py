@@ -26,7 +26,6 @@ class PreparedRows(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, TokenContext]:
-        """The arguments of the forward pass."""
         return self.rows.tokens, self.rows.labels, self.pixels, self.rows.context
 
 
@@ -53,5 +52,4 @@ class ImageText(NextToken):
         return normalized(images, mean=self._mean, std=self._std).to(forward_dtype(self.training.precision))
 
     def loss(self, model: CausalLM, hidden: Tensor, batch: PreparedRows) -> Tensor:  # type: ignore[override]
-        """Return the loss of a micro-batch; ``model``: the language model."""
         return super().loss(model, hidden, batch.rows)

@@ -111,7 +111,6 @@ class ReferenceFile:
 
 
 def _seal_of(header: dict[str, Any]) -> str:
-    """Return the hash of a header, which has that of the values."""
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
 

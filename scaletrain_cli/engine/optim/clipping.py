@@ -100,9 +100,7 @@ class AdaptiveClip:
         return self._mean + _DEVIATIONS * math.sqrt(self._variance)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values, for a checkpoint."""
         return {"seen": list(self._seen), "mean": self._mean, "variance": self._variance}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         self._seen, self._mean, self._variance = list(state["seen"]), state["mean"], state["variance"]

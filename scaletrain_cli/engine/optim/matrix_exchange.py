@@ -84,12 +84,10 @@ class _Whole:
         )
 
     def joined(self, shards: list[Tensor]) -> Tensor:
-        """Return the matrix in its whole shape, from the flat shards of all tensor ranks."""
         found = [shard.view(self.matrix.shape) for shard in shards]
         return found[0] if self.matrix.shard_spec is None else self.matrix.shard_spec.join(found)
 
     def shard(self, whole: Tensor, tensor_rank: int) -> Tensor:
-        """Return the flat shard of a tensor rank."""
         spec = self.matrix.shard_spec
         return whole.reshape(-1) if spec is None else replace(spec, rank=tensor_rank).take(whole).reshape(-1)
 
@@ -264,7 +262,6 @@ class MatrixExchange:
         self._shards = {id(weight): index for index, weight in enumerate(weights)}
 
     def orthogonalize(self, updates: dict[Tensor, Tensor]) -> Iterator[tuple[Tensor, int, Tensor, float | Tensor]]:
-        """See ``Orthogonalizer``."""
         shards = {self._shards[id(weight)]: update for weight, update in updates.items()}
         dtype = torch.bfloat16 if self._settings.newton_schulz_dtype == "bf16" else torch.float32
         for holders in self._holders:

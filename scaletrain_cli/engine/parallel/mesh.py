@@ -179,7 +179,6 @@ class Mesh:
 
     @classmethod
     def alone(cls) -> "Mesh":
-        """Return the mesh of a single rank."""
         return cls()
 
     def without_groups(self) -> "Mesh":
@@ -194,7 +193,6 @@ class Mesh:
 
 
 def coordinates_of(layout: Layout, rank: int) -> dict[str, int]:
-    """Return the place of a rank on each axis of a layout."""
     rest, tensor_rank = divmod(rank, layout.tensor_parallel)
     stage, replica = divmod(rest, replicas(layout))
     parts = layout.sequence_parallel * layout.context_parallel
@@ -311,7 +309,6 @@ class RingShift:
         self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors that arrived."""
         for work in self._works:
             work.wait()
         return self._arriving

@@ -158,7 +158,6 @@ class _Course:
         self.add(replace(item, seconds=own + seconds))
 
     def add(self, item: Item) -> None:
-        """Add the verdict on an item, and store it."""
         self.found = replace(self.found.with_items([item]), running=None)
         _write(self.trainer, self.found)
         logger.info("%s %s: %s", item.name, item.verdict, item.reason)

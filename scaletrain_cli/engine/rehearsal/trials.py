@@ -127,7 +127,6 @@ class Trials:
             engine.train()
 
     def largest(self, value: float) -> float:
-        """Return the largest value of any rank."""
         return -self.consensus.least(-value)
 
     def timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
@@ -140,7 +139,6 @@ class Trials:
 
     @torch.no_grad()
     def copy(self) -> StateCopy:
-        """Return a copy of the present state of this rank."""
         trainer, states = self.trainer, self._states
         weights, moments = [], []
         for shard in states.shards:

@@ -40,7 +40,6 @@ class ImageMicroBatch(NamedTuple):
         return (self.images,) if self.tokens is None else (self.images, self.tokens)
 
     def to(self, device: torch.device) -> "ImageMicroBatch":
-        """Return the micro-batch on another device."""
         return map_tensors(self, lambda tensor: tensor.to(device))
 
 

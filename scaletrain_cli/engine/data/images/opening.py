@@ -50,7 +50,6 @@ class ImageSamples:
 
     @property
     def sources(self) -> "tuple[ImageSamples, ...]":
-        """The samples of each source: these."""
         return (self,)
 
     @property
@@ -78,7 +77,6 @@ class ImageSamples:
         return self.images.read(self.place(index))
 
     def part(self, first: int, count: int) -> "ImageSamples":
-        """Return ``count`` samples from ``first`` on, in the same order."""
         return replace(self, first=self.first + first, count=count)
 
 
@@ -98,7 +96,6 @@ class JoinedImages(Joined):
 
     @property
     def several_labels(self) -> bool:
-        """True if an image may have none or several of the classes."""
         return any(each.several_labels for each in self.sources)
 
     def label(self, index: int) -> int | tuple[float, ...] | None:

@@ -104,7 +104,6 @@ class ImageBatchReader:
             raise UsageError(Reason("data.mixing-odd-micro-batch", {"given": size}))
 
     def __len__(self) -> int:
-        """Return the number of samples of all sources."""
         return self._starts[-1]
 
     def batch(self, number: int) -> ImageStepBatch:
@@ -163,7 +162,6 @@ class ImageBatchReader:
         return [0, *accumulate(map(len, self.sources))]
 
     def _place(self, sample: int) -> _Place:
-        """Return the place of a sample of the run, counted from 0."""
         source, position = (0, sample) if self.order is None else self.order.mixture.place(sample)
         size = len(self.sources[source])
         number = sample_at(position, seed=source_seed(self.seed, source), samples=size)

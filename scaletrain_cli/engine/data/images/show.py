@@ -159,7 +159,6 @@ def _place(samples: ImageSamples | JoinedImages, number: int) -> tuple[int, int]
 
 
 def label_text(about: Mapping[str, Any]) -> str:
-    """Return the label of a sample in words."""
     if about["caption"] is not None:
         return str(about["caption"])
     shown = about["label"] if about["class"] is None else about["class"]

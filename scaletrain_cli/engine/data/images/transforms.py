@@ -154,7 +154,6 @@ def padded(image: Image.Image, size: int, mean: Sequence[float], resampling: Ima
 
 
 def flip(image: Image.Image) -> Image.Image:
-    """Return the image with left and right exchanged."""
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 

@@ -163,7 +163,6 @@ def _on_device(buffer: Tensor, moved: Tensor) -> Tensor:
 
 
 def batch_norms(model: nn.Module) -> Iterator[BatchNorm2d]:
-    """Yield the batch norms of a model in order."""
     yield from (module for module in model.modules() if isinstance(module, BatchNorm2d))
 
 
