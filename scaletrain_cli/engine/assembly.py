@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from scaletrain_cli.engine.compose import Composed, compose
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.prepared import tokenizer_path
 from scaletrain_cli.engine.data.rows import RowSamples
-from scaletrain_cli.engine.data.sample_order import RunMixture, mixture_of_run, sample_order
+from scaletrain_cli.engine.data.sample_order import mixture_of_run, sample_order
 from scaletrain_cli.engine.data.splits import RunData, Samples, open_data, open_reader
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.sample_answers import SampleAnswers
@@ -104,13 +105,15 @@ def assemble(
     copies_here = None if record.plan.durability.memory_copy_steps is None else copies_folder(run)
     sought = (run, checkpoints, attempt, spec, ranks, long_consensus)
     resume_point = find_resume_point(*sought, revision=record.revision, copies=copies_here)
-    _check_disk_space(record, checkpoints, ranks, long_consensus)
-    rollbacks = long_consensus.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
+    long_consensus.from_rank_zero(lambda: _check_disk_space(record, checkpoints, ranks), DiskSpaceError)
+    rollbacks = long_consensus.from_rank_zero(lambda: read_rollbacks(run))
     skipped = merged_skip_ranges([*spec.data.skip, *(rollback.skip for rollback in rollbacks)])
     first_batch = batch_number(resume_point.step + 1, skipped)
-    if resume_point.checkpoint is not None:  # before an event records what other data would change
-        _require_same_data(run, record, data, resume_point.checkpoint, first_batch, skipped, ranks, long_consensus)
-    mixture = _mixture(run, record, data, first_batch, ranks, long_consensus)
+    if (saved := resume_point.checkpoint) is not None:  # before an event records what other data would change
+        require = partial(_require_same_data, run, record, data, saved, first_batch, skipped)
+        long_consensus.from_rank_zero(require, UsageError)
+    mixed = partial(mixture_of_run, run, record, data.sizes, first_batch)  # which records it if it is a new one
+    mixture = long_consensus.from_rank_zero(mixed, InfeasibleError)
     heartbeat.beat(resume_point.step, "set-up")
     _stop_if_preempted(flag, long_consensus)
 
@@ -307,20 +310,12 @@ def preflight_alone(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) 
     return ExitCode.DONE
 
 
-def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: RankConsensus) -> None:
-    """Check the disk on rank 0; raise DiskSpaceError on every rank."""
-    problem: Reason | None = None
-    if ranks.rank == 0:
-        try:
-            saved, size = record.spec.checkpoint, record.plan.durability.checkpoint_bytes
-            awaited = MOST_WAITING if record.spec.evaluation.tasks else 0
-            also_kept = awaited if saved.keep_best is None else 1 + 2 * awaited  # those under evaluation, too
-            also_kept += saved.mirror.to is not None  # the one that is being copied
-            check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every, also_kept)
-        except DiskSpaceError as error:
-            problem = error.reason
-    if problem := consensus.follow_rank_zero(problem):
-        raise DiskSpaceError(problem)
+def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks) -> None:
+    saved, size = record.spec.checkpoint, record.plan.durability.checkpoint_bytes
+    awaited = MOST_WAITING if record.spec.evaluation.tasks else 0
+    also_kept = awaited if saved.keep_best is None else 1 + 2 * awaited  # those under evaluation, too
+    also_kept += saved.mirror.to is not None  # the one that is being copied
+    check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every, also_kept)
 
 
 def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: Samples) -> None:
@@ -351,44 +346,17 @@ def _require_same_data(
     checkpoint: Checkpoint,
     first_batch: int,
     skipped: Sequence[SkipRange],
-    ranks: Ranks,
-    consensus: RankConsensus,
 ) -> None:
-    """Raise UsageError on every rank if the checkpoint was trained on other data or batches. Collective."""
-    problem: Reason | None = None
-    if ranks.rank == 0:
-        sample = (first_batch - 1) * record.spec.training.global_batch_size
-        trained = sources_before(read_events(run), sample, next(iter(data.infos)))
-        saved = read_client_state(checkpoint.path)
-        try:
-            if saved is None:
-                raise UsageError(Reason("engine.checkpoint-without-data", {"checkpoint": checkpoint.path.name}))
-            data.require_same(checkpoint.path.name, saved, trained)
-            require_same_tokenizer(record.spec, checkpoint.path.name, saved)
-            if not keeps_batches(checkpoint.step, map(tuple, saved["skipped"]), skipped):
-                raise UsageError(Reason("data.skips-trained-batches", {"batch": first_batch - 1}))
-        except UsageError as error:
-            problem = error.reason
-    if problem := consensus.follow_rank_zero(problem):
-        raise UsageError(problem)
-
-
-def _mixture(
-    run: RunDir, record: RunRecord, data: RunData, first_batch: int, ranks: Ranks, consensus: RankConsensus
-) -> RunMixture:
-    """Return the mixture of sources from a batch on, which rank 0 records if it is a new one. Collective."""
-    found: RunMixture | None = None
-    problem: Reason | None = None
-    if ranks.rank == 0:
-        try:
-            found = mixture_of_run(run, record, data.sizes, first_batch)
-        except InfeasibleError as error:
-            problem = error.reason
-    found, problem = consensus.follow_rank_zero((found, problem))
-    if problem is not None:
-        raise InfeasibleError(problem)
-    assert found is not None
-    return found
+    """Raise UsageError if the checkpoint was trained on other data or batches."""
+    sample = (first_batch - 1) * record.spec.training.global_batch_size
+    trained = sources_before(read_events(run), sample, next(iter(data.infos)))
+    saved = read_client_state(checkpoint.path)
+    if saved is None:
+        raise UsageError(Reason("engine.checkpoint-without-data", {"checkpoint": checkpoint.path.name}))
+    data.require_same(checkpoint.path.name, saved, trained)
+    require_same_tokenizer(record.spec, checkpoint.path.name, saved)
+    if not keeps_batches(checkpoint.step, map(tuple, saved["skipped"]), skipped):
+        raise UsageError(Reason("data.skips-trained-batches", {"batch": first_batch - 1}))
 
 
 def _weight_average(spec: RunSpec, composed: Composed) -> WeightAverage | None:

@@ -9,19 +9,21 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
+from scaletrain_cli.errors import ScaletrainError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.run_environment import RENDEZVOUS_VARIABLE, RUN_DIR_VARIABLE
@@ -218,6 +220,11 @@ class RankConsensus:
             agreed[count:],
         )
 
+    @property
+    def leads(self) -> bool:
+        """True on rank 0."""
+        return dist.get_rank() == 0
+
     def least(self, value: float) -> float:
         """Return the smallest value of any rank."""
         smallest = torch.tensor(value, dtype=torch.float64)
@@ -257,7 +264,7 @@ class RankConsensus:
 
     def follow_rank_zero(self, item: T) -> T:
         """Return rank 0's item on every rank."""
-        leads = dist.get_rank() == 0
+        leads = self.leads
         data = encode(item) if leads else b""
         size = torch.tensor([len(data)])
         dist.broadcast(size, src=0, group=self._group)
@@ -269,6 +276,29 @@ class RankConsensus:
             return item
         followed: T = decode(content.numpy().tobytes())
         return followed
+
+    def from_rank_zero(self, work: Callable[[], T], raises: type[ScaletrainError] | None = None) -> T:
+        """Return what ``work`` returns on rank 0 on every rank; the others do not call it. Collective.
+
+        ``raises``: an error of this type is raised on every rank.
+        """
+        found: T | None = None
+        problem: Reason | None = None
+        if self.leads:
+            try:
+                found = work()
+            except ScaletrainError as error:
+                if raises is None or not isinstance(error, raises):
+                    raise
+                problem = error.reason
+        found, problem = self.follow_rank_zero((found, problem))
+        if problem is not None and raises is not None:
+            raise raises(problem)
+        return cast(T, found)
+
+    def gather_everywhere(self, item: T) -> list[T]:
+        """Return every rank's item in rank order, on every rank. Collective."""
+        return self.follow_rank_zero(self.gather(item) or [])
 
     def exchange(
         self, outgoing: Sequence[tuple[int, int, torch.Tensor]], incoming: Sequence[tuple[int, int, torch.Tensor]]

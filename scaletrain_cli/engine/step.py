@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.metrics.noise_scale import NoiseScale
-from scaletrain_cli.engine.metrics.profiler import in_update
+from scaletrain_cli.engine.metrics.profiler import profiled
 from scaletrain_cli.engine.metrics.step_split import Phase, StepSplit
+from scaletrain_cli.engine.metrics.trace_events import UPDATE
 from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.moe import scale_router_losses, update_correction_biases
 from scaletrain_cli.engine.objectives.base import Inputs, Joined, RowLosses
@@ -222,7 +223,7 @@ class ModelStepper(Stepper):
         """Update the weights after the last micro-batch of a step; return the norm of the gradient, else 0."""
         self._enter("optimizer")
         if self._engine.is_gradient_accumulation_boundary():
-            with in_update():
+            with profiled(UPDATE):
                 return self._update(largest_norm)
         self._engine.step()  # only counts the micro-batch
         return 0.0

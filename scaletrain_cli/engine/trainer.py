@@ -25,10 +25,11 @@ from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
-from scaletrain_cli.engine.metrics.profiler import StepProfiler, waiting_for_data
+from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
 from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event
 from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics, StepMeasures
+from scaletrain_cli.engine.metrics.trace_events import DATA, STEP
 from scaletrain_cli.engine.model.attention import attention_kernel_of
 from scaletrain_cli.engine.model.moe import routing_measures
 from scaletrain_cli.engine.objectives.reference import ReferencePass
@@ -237,7 +238,7 @@ class Trainer:
         state.step += 1
         state.evaluation_due = self.validation.is_due(state.step)
         self.profiler.before_step(state.step)
-        with self.ledger.during("step"), self.profiler.in_step():
+        with self.ledger.during("step"), profiled(STEP):
             self.optimizer_step(state.step)
             self.measures.after_step(state.step)
         self.ledger.step_trained()
@@ -268,7 +269,7 @@ class Trainer:
         scale = self.stepper.loss_scale
         with self.plan_check.around(step):
             number = self.guard.batch_number(step)
-            with self.ledger.during("data"), waiting_for_data():
+            with self.ledger.during("data"), profiled(DATA):
                 began = time.perf_counter()
                 batches = self.loader.take(number, self._following(step)).micro_batches()
                 waited = time.perf_counter() - began

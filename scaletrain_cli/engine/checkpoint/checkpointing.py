@@ -85,12 +85,9 @@ def identify_base(spec: RunSpec, ranks: Ranks, consensus: RankConsensus) -> Base
     if spec.weights is None or not base_names(spec):
         return None
     folder = expand_home(spec.weights)
-    names = consensus.follow_rank_zero(weight_files(folder) if ranks.rank == 0 else [])
-    parts = consensus.gather(digests_of(folder, names[ranks.rank :: ranks.world_size]))
-    merged = None if parts is None else {name: digest for part in parts for name, digest in part.items()}
-    digests = consensus.follow_rank_zero(merged)
-    assert digests is not None
-    return BaseFiles(folder, digests)
+    names = consensus.from_rank_zero(lambda: weight_files(folder))
+    parts = consensus.gather_everywhere(digests_of(folder, names[ranks.rank :: ranks.world_size]))
+    return BaseFiles(folder, {name: digest for part in parts for name, digest in part.items()})
 
 
 class _Written(NamedTuple):

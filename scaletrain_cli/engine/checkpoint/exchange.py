@@ -86,8 +86,7 @@ def exchange(
             kinds.setdefault(kind, []).append(name)
     opaque = any(key.startswith(OPAQUE) for key in held.values)
     mine = _Manifest(held.slices, needed, kinds, opaque, held.counts.usual, held.counts.others)
-    manifests = consensus.follow_rank_zero(consensus.gather(mine))
-    assert manifests is not None
+    manifests = consensus.gather_everywhere(mine)
     if any(each.opaque for each in manifests):
         raise UsageError(Reason("engine.states-bound-to-stage"))
     wanted = {name for each in manifests for name in each.needed}
@@ -100,8 +99,7 @@ def exchange(
             values, missing = _exchanged(kind, batch, held, manifests, device)
             found |= values
             lacking += [(kind, name) for name in missing]
-    problems = consensus.follow_rank_zero(consensus.gather(lacking))
-    for kind, name in (each for of_rank in problems or () for each in of_rank):
+    for kind, name in (each for of_rank in consensus.gather_everywhere(lacking) for each in of_rank):
         raise ScaletrainError(Reason("engine.state-not-held", {"kind": kind, "name": name}))
     owners = {name: each for each in reversed(manifests) for name in each.held}
     counts = {name: owners[name].other_counts.get(name, owners[name].counts) for name in names}

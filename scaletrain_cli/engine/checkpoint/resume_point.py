@@ -107,9 +107,7 @@ def find_resume_point(
             key = f"revision {revision}, start {starts}"
         key = consensus.follow_rank_zero(key)
         copy, damaged = _find_copy(copies, key, search.step, ranks, consensus)
-    found = _resume_point(run, folder, attempt, spec, search, copy) if ranks.rank == 0 else None
-    begin = consensus.follow_rank_zero(found)
-    assert begin is not None
+    begin = consensus.from_rank_zero(lambda: _resume_point(run, folder, attempt, spec, search, copy))
     begin = replace(
         begin, checkpoint=copy or begin.checkpoint, passed_over=[*damaged, *begin.passed_over], copies_key=key
     )
@@ -127,18 +125,15 @@ def find_latest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, c
     """
     passed_over: list[str] = []
     unreadable = False
-    names: list[str] = []  # of the committed folders, newest first
-    problem: Reason | None = None
-    if ranks.rank == 0:
+
+    def newest_first() -> list[str]:
         try:
-            names = [path.name for path in reversed(committed_folders(folder))]
+            return [path.name for path in reversed(committed_folders(folder))]
         except OSError as error:
             params = {"folder": str(folder), "error": error.strerror or str(error)}
-            problem = Reason("engine.checkpoint-folder-unreadable", params)
-    names, problem = consensus.follow_rank_zero((names, problem))
-    if problem:
-        raise UnreadableCheckpointsError(problem)
-    for name in names:
+            raise UnreadableCheckpointsError(Reason("engine.checkpoint-folder-unreadable", params)) from error
+
+    for name in consensus.from_rank_zero(newest_first, UnreadableCheckpointsError):
         found = _read_manifest(folder / name, ranks, consensus)
         if isinstance(found, Defect):
             passed_over.append(f"{name}/{found}")
@@ -167,8 +162,7 @@ def _find_copy(
         for rank, copy in copies.items():
             if step > saved_step and copy.world_size == ranks.world_size:
                 usable.setdefault((step, copy.attempt), {})[rank] = (copy.needs, copy.size_bytes)
-    everywhere = consensus.follow_rank_zero(consensus.gather((place_of(folder), usable)))
-    assert everywhere is not None
+    everywhere = consensus.gather_everywhere((place_of(folder), usable))
     places = [place for place, _ in everywhere]
     here = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
     passed_over: list[str] = []
@@ -222,15 +216,14 @@ def _find_copy(
 
 def _has_problems(problems: Mapping[str, object], consensus: RankConsensus, step: int, passed_over: list[str]) -> bool:
     """Return whether a rank has problems with the copy of a step; add a line for each. Collective."""
-    parts = consensus.gather([f"{name}: {problem}" for name, problem in problems.items()])
-    lines = [f"copy of step {step} in host memory, {line}" for part in parts or () for line in part]
-    passed_over += (lines := consensus.follow_rank_zero(lines))
+    parts = consensus.gather_everywhere([f"{name}: {problem}" for name, problem in problems.items()])
+    lines = [f"copy of step {step} in host memory, {line}" for part in parts for line in part]
+    passed_over += lines
     return bool(lines)
 
 
 def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkpoint | Defect:
-    found = consensus.follow_rank_zero(read_checkpoint(path) if ranks.rank == 0 else None)
-    assert found is not None
+    found = consensus.from_rank_zero(lambda: read_checkpoint(path))
     if isinstance(found, Defect) and found.kind == "unreadable":
         results = _on_each_node(lambda: read_checkpoint(path), ranks, consensus)
         failing = {node: str(answer) for node, answer in results if _is_unreadable(answer)}
@@ -242,9 +235,8 @@ def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkp
 def _verify_together(checkpoint: Checkpoint, ranks: Ranks, consensus: RankConsensus) -> dict[str, Defect]:
     """Return the defect of each invalid file. A file that a rank could not read is read again on each node."""
     share = sorted(checkpoint.files)[ranks.rank :: ranks.world_size]  # mostly the file that this rank will read
-    parts = consensus.gather(find_defects(checkpoint, share))
-    merged = {} if parts is None else {name: defect for part in parts for name, defect in part.items()}
-    defects = consensus.follow_rank_zero(dict(sorted(merged.items())))
+    parts = consensus.gather_everywhere(find_defects(checkpoint, share))
+    defects = dict(sorted((name, defect) for part in parts for name, defect in part.items()))
     unreadable = [name for name, defect in defects.items() if _is_unreadable(defect)]
     if not unreadable or len(unreadable) < len(defects):  # corrupt, whichever nodes can read the other files
         return defects
@@ -262,8 +254,8 @@ def _is_unreadable(found: object) -> bool:
 
 def _on_each_node(check: Callable[[], T], ranks: Ranks, consensus: RankConsensus) -> list[tuple[str, T]]:
     """Return what the first rank of each node finds, by node; the same on every rank. Collective."""
-    parts = consensus.gather((_own_node(), check()) if ranks.local_rank == 0 else None)
-    return consensus.follow_rank_zero([part for part in parts or () if part is not None])
+    parts = consensus.gather_everywhere((_own_node(), check()) if ranks.local_rank == 0 else None)
+    return [part for part in parts if part is not None]
 
 
 def _own_node() -> str:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
 from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.metrics.step_measures import fetched_later
 from scaletrain_cli.engine.model.base import CausalLM, TrainedModel
 from scaletrain_cli.engine.model.materialization import matrices_of
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights
@@ -65,22 +66,8 @@ class LayerSums:
 
     def fetch(self) -> Callable[[], list[float]]:
         """Return a function that waits for the sums, and returns those of all devices, row by row."""
-        copies, events = [], []
-        for device, sums in self._by_device.items():
-            if device.type == "cuda":
-                copies.append(torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True))
-                events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-                events[-1].record()
-            else:
-                copies.append(sums)
-
-        def wait() -> list[float]:
-            for event in events:
-                event.synchronize()
-            total = torch.zeros(self._rows, len(_COLUMNS), dtype=torch.float64)
-            return sum(copies, total).flatten().tolist()
-
-        return wait
+        waits = [fetched_later(sums.flatten()) for sums in self._by_device.values()]
+        return lambda: [sum(each) for each in zip(*(wait() for wait in waits), strict=True)]
 
 
 def columns_of(sums: Sequence[float], gradient_factor: float) -> dict[str, float]:

@@ -82,6 +82,10 @@ class ModelStateBytes:
     optimizer_states: int
     host: int
 
+    @property
+    def on_device(self) -> int:
+        return self.parameters + self.gradients + self.optimizer_states
+
 
 def model_state_bytes(engine: Any) -> ModelStateBytes:
     """Return what the rank of this DeepSpeed engine holds now; Adam's hooks exist after the first step."""

@@ -16,7 +16,7 @@ import torch
 
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.metrics.device_memory import peak_memory_bytes
-from scaletrain_cli.engine.metrics.memory_measurement import ModelStateBytes, model_state_bytes
+from scaletrain_cli.engine.metrics.memory_measurement import model_state_bytes
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.paths import RunDir
@@ -80,16 +80,12 @@ def _report(run: RunDir, plan: RunPlan, attempt: int, rank: int, engine: Any, er
     )
     names = ("peak_allocated", "allocated") if on_gpu else ("peak_resident", "node_available")
     measured = ", ".join(f"{name.replace('_', ' ')} {held[name] / 1e9:.2f} GB" for name in names)
-    in_states = "" if states is None else f", {_states(states) / 1e9:.2f} GB of it model states"
+    in_states = "" if states is None else f", {states.on_device / 1e9:.2f} GB of it model states"
     model_states = planned.parameters + planned.gradients + planned.optimizer_states
     return (
         f"Rank {rank} was planned to need {planned.peak / 1e9:.2f} GB, {model_states / 1e9:.2f} GB of it model states, "
         f"of {plan.memory.capacity / 1e9:.2f} GB: {measured}{in_states}. See {path.relative_to(run.path)}."
     )
-
-
-def _states(states: ModelStateBytes) -> int:
-    return states.parameters + states.gradients + states.optimizer_states
 
 
 def _gpu_bytes() -> dict[str, int]:

@@ -23,7 +23,7 @@ from torch.profiler import profile as torch_profile
 
 from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations, remember_allocations, write_memory_snapshot
 from scaletrain_cli.engine.metrics.reporting import report_event
-from scaletrain_cli.engine.metrics.trace_events import DATA, END, STEP, UPDATE
+from scaletrain_cli.engine.metrics.trace_events import END
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
@@ -57,16 +57,6 @@ _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 def profiled(name: str) -> AbstractContextManager[Any]:
     """Return a context that marks a range of a step in the trace, or does nothing while no trace is recorded."""
     return record_function(name) if _recording else _NOTHING
-
-
-def waiting_for_data() -> AbstractContextManager[Any]:
-    """Return a context that marks the wait for the next batches."""
-    return profiled(DATA)
-
-
-def in_update() -> AbstractContextManager[Any]:
-    """Return a context that marks the update of the weights."""
-    return profiled(UPDATE)
 
 
 class StepProfiler:
@@ -108,7 +98,7 @@ class StepProfiler:
 
     def accept(self, step: int, consensus: RankConsensus) -> None:
         """Take the request of rank 0 after ``step`` steps, and schedule its profile. Collective."""
-        request = consensus.follow_rank_zero(self._take(step) if self._ranks.rank == 0 else None)
+        request = consensus.from_rank_zero(lambda: self._take(step))
         if request is None:
             return
         time_of_plan = self._record.plan.time
@@ -139,10 +129,6 @@ class StepProfiler:
         if self._ranks.rank in self._profile.ranks:
             self._recorder = _Recorder(self._device, self._request)
             self._recorder.start()
-
-    def in_step(self) -> AbstractContextManager[Any]:
-        """Return a context that marks a step in the trace."""
-        return profiled(STEP)
 
     def after_step(self, step: int) -> None:
         """Go on to the next step of the trace; write the trace after the last."""

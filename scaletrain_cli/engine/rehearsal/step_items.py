@@ -123,12 +123,11 @@ def _without_gradient(trials: Trials) -> list[str]:
                 name = part.name
                 if "expert" not in name:
                     seen[name] = seen.get(name, False) or bool(flat[offset : offset + part.numel].any())
-    every = trials.consensus.gather(seen)
     reached: dict[str, bool] = {}
-    for names in every or ():
+    for names in trials.consensus.gather_everywhere(seen):
         for name, has in names.items():
             reached[name] = reached.get(name, False) or has
-    return trials.consensus.follow_rank_zero([name for name, has in reached.items() if not has])
+    return [name for name, has in reached.items() if not has]
 
 
 def gradients(trials: Trials, steps: Steps) -> Item:
@@ -195,9 +194,7 @@ def speed(trials: Trials, steps: Steps) -> Item:
 
 def memory(trials: Trials, steps: Steps) -> Item:
     """Compare memory with the plan by measured.json, and the peak with the capacity. Rank 0 judges."""
-    found = trials.consensus.follow_rank_zero(_memory(trials, steps) if trials.trainer.ranks.rank == 0 else None)
-    assert found is not None
-    return found
+    return trials.consensus.from_rank_zero(lambda: _memory(trials, steps))
 
 
 def _memory(trials: Trials, steps: Steps) -> Item:
@@ -272,8 +269,8 @@ def restore(trials: Trials, step: int) -> Item:
     saved = [each for each in list_checkpoints(trainer.checkpointer.folder) if each.step == step]
     size = trials.consensus.follow_rank_zero(sum(each.size for each in saved[0].files.values()) if saved else 0)
     _, load_seconds = trials.timed(lambda: trainer.checkpointer.restore(saved[0]))
-    different = trials.consensus.gather(trials.differs_from(before))
-    kinds: list[str] = trials.consensus.follow_rank_zero(sorted({kind for each in different or () for kind in each}))
+    different = trials.consensus.gather_everywhere(trials.differs_from(before))
+    kinds = sorted({kind for each in different for kind in each})
     again = trials.step(trials.batches(step + 1), trials.peak_rate).loss
     if trainer.ranks.rank == 0:
         trainer.checkpointer.delete_newer(0)

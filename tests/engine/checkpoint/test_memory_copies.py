@@ -20,26 +20,11 @@ from scaletrain_cli.rundir.checkpoints import verify
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.memory_copies import read_copies
+from tests.engine.alone import Alone
 from tests.engine.ranks import on_ranks
 
 SLICE = Slice("w", (4,), None, 0, 4)
 KEY = "key"
-
-
-class Alone:
-    """The consensus of a single rank."""
-
-    def gather(self, item: object) -> list[object]:
-        return [item]
-
-    def follow_rank_zero(self, item: object) -> object:
-        return item
-
-    def least(self, value: float) -> float:
-        return value
-
-    def barrier(self) -> None:
-        pass
 
 
 @pytest.fixture

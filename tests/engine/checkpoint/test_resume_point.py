@@ -15,7 +15,7 @@ from scaletrain_cli.engine.checkpoint.resume_point import (
     UnreadableCheckpointsError,
     find_resume_point,
 )
-from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.rundir.checkpoints import (
     STATE_FILE,
@@ -30,23 +30,14 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.failures import failure_reason_of
 from scaletrain_cli.worker.memory_copies import complete_copy, open_copies
+from tests.engine.alone import Alone
 from tests.launch.conftest import make_spec
 
 SPEC = make_spec("training.steps=30", "evaluation.every=10")
 
 
-class Alone:
-    """The consensus of a single rank."""
-
-    def gather(self, item: object) -> list[object]:
-        return [item]
-
-    def follow_rank_zero(self, item: object) -> object:
-        return item
-
-
 def beginning(run: RunDir) -> ResumePoint:
-    return find_resume_point(run, run.checkpoints, 1, SPEC, Ranks(0, 1, 0), Alone())  # type: ignore[arg-type]
+    return find_resume_point(run, run.checkpoints, 1, SPEC, Ranks(0, 1, 0), Alone())
 
 
 @pytest.fixture
@@ -197,9 +188,15 @@ class Job:
         self._barrier.wait()
         return found
 
+    from_rank_zero, gather_everywhere = RankConsensus.from_rank_zero, RankConsensus.gather_everywhere
+
+    @property
+    def leads(self) -> bool:
+        return self._here.rank == 0
+
     def gather(self, item: Any) -> list[Any] | None:
         found = self._share(item)
-        return found if self._here.rank == 0 else None
+        return found if self.leads else None
 
     def follow_rank_zero(self, item: Any) -> Any:
         return self._share(item)[0]

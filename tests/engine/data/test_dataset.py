@@ -27,6 +27,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.worker.failures import failure_of
+from tests.engine.alone import Alone
 from tests.launch.conftest import make_plan, make_spec
 from tests.prepared_text import prepared_text
 
@@ -143,11 +144,6 @@ def test_several_sources_are_validated_on_the_same_sequences_in_every_layout(run
     assert [sequences_validated(each, 3, None) for each in layouts] == [3, 3, 3]
 
 
-class RankZero:
-    def follow_rank_zero(self, item: Any) -> Any:
-        return item
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -163,7 +159,7 @@ def test_an_outage_of_a_store_at_the_start_may_be_tried_again(
 
     monkeypatch.setattr(splits, "find_datasets", fail)
     with pytest.raises(ScaletrainError, match="s3://b/x does not exist") as raised:
-        splits.open_data(*run, SimpleNamespace(rank=0, world_size=1), RankZero())  # type: ignore[arg-type]
+        splits.open_data(*run, SimpleNamespace(rank=0, world_size=1), Alone())  # type: ignore[arg-type]
     assert raised.value.exit_code == code
     assert failure_of(raised.value, 0).reason == ("crash" if code == ExitCode.CRASHED else "usage")
 

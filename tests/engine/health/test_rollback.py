@@ -22,15 +22,8 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.failures import failure_reason_of
 from scaletrain_cli.worker.heartbeat import Heartbeat
+from tests.engine.alone import Alone
 from tests.spec.samples import SPEC, load
-
-
-class OneRank:
-    def follow_rank_zero(self, item: Any) -> Any:
-        return item
-
-    def barrier(self) -> None:
-        pass
 
 
 class Kept:
@@ -97,7 +90,7 @@ def make(tmp_path: Path) -> Make:
         for step in range(1, 21):
             guard.observe(step, {"loss": 2.0, "grad_norm": 0.5})
         kept: Any = Kept(run.checkpoints, guard)
-        consensus: Any = OneRank()
+        consensus: Any = Alone()
         ledger = LedgerClock(run, 1, 1)
         stages: Any = SimpleNamespace(prepare_restore=lambda step: kept.done.append(f"engine of {step}"))
         ranks, skipped = Ranks(0, 1, 0), rollbacks or []

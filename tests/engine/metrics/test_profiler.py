@@ -13,6 +13,7 @@ import torch
 
 from scaletrain_cli.engine.metrics import profiler
 from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
+from scaletrain_cli.engine.metrics.trace_events import STEP
 from scaletrain_cli.engine.process_group import Ranks, StepDecision
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.rundir.documents import read_document
@@ -21,14 +22,10 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.profiles import ProfileRequest, profile_folders, rank_file, read_profile, write_request
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from tests.counting import calls_of
+from tests.engine.alone import Alone
 from tests.waiting import Clock
 
 STEPS = 20
-
-
-class OneRank:
-    def follow_rank_zero(self, item: Any) -> Any:
-        return item
 
 
 def profiler_of(tmp_path: Path, clock: Clock | None = None) -> tuple[RunDir, StepProfiler]:
@@ -71,7 +68,7 @@ def test_a_look_costs_nothing_within_a_second(tmp_path: Path, monkeypatch: pytes
     def step() -> None:
         found.is_requested()
         found.before_step(1)
-        with found.in_step(), profiled("x"):
+        with profiled(STEP), profiled("x"):
             pass
         found.after_step(1)
 
@@ -100,7 +97,7 @@ def test_a_request_that_cannot_be_served_is_refused_once(tmp_path: Path, request
     else:
         write_request(run, request_)
     assert found.is_requested()
-    found.accept(5, OneRank())  # type: ignore[arg-type]
+    found.accept(5, Alone())
     (event,) = read_events(run)
     assert (event["event"], event["code"]) == ("profile-refused", code)
     clock.now += 1.0
@@ -111,7 +108,7 @@ def test_a_request_that_cannot_be_served_is_refused_once(tmp_path: Path, request
 def test_an_empty_file_has_the_default_request(tmp_path: Path) -> None:
     run, found = profiler_of(tmp_path)
     run.profile_file.touch()
-    found.accept(5, OneRank())  # type: ignore[arg-type]
+    found.accept(5, Alone())
     assert not run.profile_file.exists()
     (folder,) = profile_folders(run)
     scheduled = read_profile(folder)
@@ -128,10 +125,10 @@ def test_a_profiler_that_fails_does_not_end_training(tmp_path: Path, monkeypatch
     monkeypatch.setattr(profiler, "torch_profile", failing)
     run, found = profiler_of(tmp_path)
     write_request(run, ProfileRequest("a", steps=1))
-    found.accept(5, OneRank())  # type: ignore[arg-type]
+    found.accept(5, Alone())
     for step in (6, 7, 8):
         found.before_step(step)
-        with found.in_step():
+        with profiled(STEP):
             pass
         found.after_step(step)
     (folder,) = profile_folders(run)
@@ -147,7 +144,7 @@ def test_a_request_file_that_cannot_be_removed_is_looked_at_once(tmp_path: Path)
     run, found = profiler_of(tmp_path, clock)
     run.profile_file.mkdir()
     assert found.is_requested()
-    found.accept(5, OneRank())  # type: ignore[arg-type]
+    found.accept(5, Alone())
     clock.now += 60.0
     assert not found.is_requested()
     assert len(read_events(run)) == 1
@@ -183,7 +180,7 @@ def test_a_full_disk_and_damaged_profiles_do_not_end_training(tmp_path: Path, mo
     monkeypatch.setattr(profiler, "report_event", full)
     run, found = profiler_of(tmp_path)
     write_request(run, ProfileRequest("a", steps=1, ranks=(0, 1)))
-    found.accept(5, OneRank())  # type: ignore[arg-type]
+    found.accept(5, Alone())
     (folder,) = profile_folders(run)
     rank_file(folder, 1).write_text('{"causes": {"compute": "x"}}')
     for step in (6, 7):
