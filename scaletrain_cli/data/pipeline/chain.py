@@ -272,6 +272,20 @@ class _Running:
             self._made.write(self._path)
 
 
+@dataclass(frozen=True)
+class Work:
+    """A source with its tasks and its steps so far. ``dataset``: the folder of its tokens, once it is known."""
+
+    source: Source
+    tasks: tuple[Task, ...]
+    chain: Chain
+    dataset: Path = Path()
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+
 @lru_cache(maxsize=64)
 def _step(section: PreparationStep) -> Step:
     """Return the step of a section, built once in each process."""

@@ -16,10 +16,19 @@ from typing import Any
 from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, remove_phases, run_job
 from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
-from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, Duplicates, applies, chain_of, encoded_before, extended
+from scaletrain_cli.data.pipeline.chain import (
+    Chain,
+    ChainStep,
+    Duplicates,
+    Work,
+    applies,
+    chain_of,
+    encoded_before,
+    extended,
+)
 from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
-from scaletrain_cli.data.pipeline.report import PreparedSource, nothing_left, write_report
+from scaletrain_cli.data.pipeline.report import nothing_left, write_report
 from scaletrain_cli.data.pipeline.schedule import Progress, Stage, Workers, run_stage
 from scaletrain_cli.data.pipeline.shards import (
     SCHEMA,
@@ -31,7 +40,7 @@ from scaletrain_cli.data.pipeline.shards import (
     write_shard,
 )
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
-from scaletrain_cli.data.pipeline.trained import BpeTraining, Sampled, tokenizer_path, train_into, trained_before
+from scaletrain_cli.data.pipeline.trained import BpeTraining, tokenizer_path, train_into, trained_before
 from scaletrain_cli.data.tokenizers.settings import TokenizerSettings, loaded_tokenizer
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -69,15 +78,6 @@ class Preparation:
     memory_bytes: int = DEFAULT_MEMORY_BYTES
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A source with its tasks and its steps so far."""
-
-    source: Source
-    tasks: tuple[Task, ...]
-    chain: Chain
-
-
 def prepare(
     preparation: Preparation,
     folder: Path,
@@ -113,10 +113,10 @@ def prepare(
                 for work in found:
                     dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain), _open)
                     written.append(dataset)
-                    done.append(PreparedSource(work.source.name, dataset, work.tasks, work.chain))
-                    _write_shards(done[-1], tokenizer, preparation.validation_share, work, crew)
-                for each, work in zip(done, found, strict=True):
-                    finish = partial(_finish, each, work, tokenizer, preparation.validation_share, done)
+                    done.append(replace(work, dataset=dataset))
+                    _write_shards(done[-1], tokenizer, preparation.validation_share, crew)
+                for each in done:
+                    finish = partial(_finish, each, tokenizer, preparation.validation_share, done)
                     key = f"{each.dataset.name}-dataset"
                     crew.run(Stage(f"finish {each.name}", key, each.dataset, ("dataset.json",), finish))
         except BaseException:
@@ -195,11 +195,10 @@ def _dataset_key(preparation: Preparation, tokenizer: str, chain: Chain) -> str:
     return chained(_TOKENS, chain.steps[-1].key, settings, preparation.validation_share)
 
 
-def _trained(preparation: Preparation, found: Sequence[_Work], folder: Path, crew: _Crew) -> str:
+def _trained(preparation: Preparation, found: Sequence[Work], folder: Path, crew: _Crew) -> str:
     """Return the tokenizer.json that is trained on the documents that are left, once, and kept in ``folder``."""
     path = _tokenizer_path(preparation, folder, [each.chain for each in found])
-    sampled = tuple(Sampled(work.source.name, work.chain, work.tasks) for work in found)
-    train = partial(train_into, path, _training(preparation), sampled)
+    train = partial(train_into, path, _training(preparation), found)
     if not trained_before(path):
         path.unlink(missing_ok=True)
     with Workers[int](1, crew.claims.owner) as this_process:  # whose training uses all cores
@@ -243,51 +242,44 @@ def _after(chains: Iterable[Chain]) -> str:
     return f" (after {', '.join(names)})" if names else ""
 
 
-def _write_shards(source: PreparedSource, tokenizer: str, validation_share: float, work: _Work, crew: _Crew) -> None:
+def _write_shards(work: Work, tokenizer: str, validation_share: float, crew: _Crew) -> None:
     """Write the shards of a source that are missing. Raises UsageError if no document of it is left."""
-    dataset = source.dataset
+    dataset = work.dataset
     if read_document(dataset / "dataset.json") is None:
         require_own_place(dataset)
         make_folder(dataset)
         crew.claims.remove_drafts(dataset)
-        write = partial(_write_tokens, dataset, tokenizer, validation_share)
+        write = partial(_write_tokens, tokenizer, validation_share)
         shards = tuple(shard_folder(dataset, task.number).name for task in work.tasks)
         # A worker process gets one task at a time, not all.
         one = [replace(work, tasks=(task,)) for task in work.tasks].__getitem__
-        name = f"tokenize {source.name}{_after([work.chain])}"
+        name = f"tokenize {work.name}{_after([work.chain])}"
         crew.run(Stage(name, f"{dataset.name}-shards", dataset, shards, write, one))
         written = (read_shard_info(dataset / shard) for shard in shards)
         if not any(each is None or each.train_documents + each.validation_documents for each in written):
-            raise UsageError(nothing_left(source.name, work.chain, work.tasks))
+            raise UsageError(nothing_left(work))
 
 
-def _finish(
-    source: PreparedSource,
-    work: _Work,
-    tokenizer: str,
-    validation_share: float,
-    prepared: Sequence[PreparedSource],
-    _unit: int,
-) -> None:
+def _finish(work: Work, tokenizer: str, validation_share: float, prepared: Sequence[Work], _unit: int) -> None:
     """Write what makes a dataset complete: damaged shards again, and dataset.json as the last file.
 
     ``prepared``: all sources, whose tokens are there: examples of duplicates may be documents of any of them.
     """
-    dataset = source.dataset
+    dataset = work.dataset
     for task in work.tasks:
         if remove_damaged_shard(shard_folder(dataset, task.number)):
-            _write_tokens(dataset, tokenizer, validation_share, replace(work, tasks=(task,)))
-    write_report(source, prepared)
+            _write_tokens(tokenizer, validation_share, replace(work, tasks=(task,)))
+    write_report(work, prepared)
     write_whole(dataset / "tokenizer.json", tokenizer)
-    description = _description(dataset, work, TokenizerSettings.of(tokenizer))
+    description = _description(work, TokenizerSettings.of(tokenizer))
     write_whole(dataset / "dataset.json", json.dumps(description, indent=1) + "\n")
     open_to_readers(dataset)
 
 
-def _with_all_steps(preparation: Preparation, steps: Path, crew: _Crew) -> list[_Work]:
+def _with_all_steps(preparation: Preparation, steps: Path, crew: _Crew) -> list[Work]:
     """Return the sources with all of their steps; run those that must be done for all documents before the next one."""
     found = [
-        _Work(source, tasks_of(source, preparation.task_bytes), _first_step(preparation, steps, source))
+        Work(source, tasks_of(source, preparation.task_bytes), _first_step(preparation, steps, source))
         for source in preparation.sources
     ]
     for section in preparation.sections:
@@ -299,8 +291,8 @@ def _with_all_steps(preparation: Preparation, steps: Path, crew: _Crew) -> list[
 
 
 def _without_duplicates(
-    found: Sequence[_Work], section: DuplicatesSpec, steps: Path, memory_bytes: int, crew: _Crew
-) -> list[_Work]:
+    found: Sequence[Work], section: DuplicatesSpec, steps: Path, memory_bytes: int, crew: _Crew
+) -> list[Work]:
     """Find the duplicates among the documents that are left so far, and return the sources with that step."""
     chosen = [number for number, each in enumerate(found) if applies(section, each.source)]
     tasks = [(found[number].chain, task) for number in chosen for task in found[number].tasks]
@@ -361,7 +353,7 @@ def _find_duplicates(corpus: Corpus, phase: int, given: tuple[int, _Texts]) -> N
     run_job(corpus, phase, job, texts)
 
 
-def _write_tokens(dataset: Path, tokenizer: str, validation_share: float, work: _Work) -> None:
+def _write_tokens(tokenizer: str, validation_share: float, work: Work) -> None:
     """Write the shard of the only task of ``work``."""
     settings, loaded = loaded_tokenizer(tokenizer)
     (task,) = work.tasks
@@ -369,19 +361,19 @@ def _write_tokens(dataset: Path, tokenizer: str, validation_share: float, work: 
     documents = encoded(loaded, texts, settings.end_of_text, settings.dtype)
     if work.source.is_tokenized:
         documents = encoded_before(work.chain.token_documents(task, settings), settings)
-    write_shard(shard_folder(dataset, task.number), documents, validation_share, settings.unknown)
+    write_shard(shard_folder(work.dataset, task.number), documents, validation_share, settings.unknown)
 
 
-def _description(dataset: Path, work: _Work, tokenizer: TokenizerSettings) -> dict[str, Any]:
+def _description(work: Work, tokenizer: TokenizerSettings) -> dict[str, Any]:
     """Return the contents of dataset.json: totals, and the counts and the digest of every shard, in order."""
-    shards = [read_shard_info(shard_folder(dataset, task.number)) for task in work.tasks]
+    shards = [read_shard_info(shard_folder(work.dataset, task.number)) for task in work.tasks]
     if None in shards:
-        raise UsageError(Reason("data.shards-missing", {"folder": str(dataset)}))
+        raise UsageError(Reason("data.shards-missing", {"folder": str(work.dataset)}))
     each = [asdict(shard) for shard in shards if shard is not None]
     numbers = [name for name in (each[0] if each else {}) if name != "digest"]
     description = {
         "schema": SCHEMA,
-        "source": work.source.name,
+        "source": work.name,
         "content": work.source.content,
         "steps": [step.key for step in work.chain.steps],
         "tokenizer": asdict(tokenizer),

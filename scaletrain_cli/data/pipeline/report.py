@@ -6,13 +6,12 @@ It is put together from what the steps have recorded, and is the same for any nu
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.duplicates import Corpus
-from scaletrain_cli.data.pipeline.chain import Chain
+from scaletrain_cli.data.pipeline.chain import Chain, Work
 from scaletrain_cli.data.pipeline.decisions import Decisions, read_decisions
 from scaletrain_cli.data.pipeline.shards import length_range_end, read_shard_info, read_statistics
 from scaletrain_cli.data.pipeline.tasks import Task
@@ -27,24 +26,15 @@ _PLACES_PER_REASON = 50
 _READ_FOR_LINE = {True: 4 << 20, False: 256 << 20}  # remote: bytes
 
 
-@dataclass(frozen=True)
-class PreparedSource:
-    """A source whose tokens are written, with its tasks and its steps."""
-
-    name: str
-    dataset: Path
-    tasks: tuple[Task, ...]
-    chain: Chain
-
-
-def write_report(source: PreparedSource, prepared: Sequence[PreparedSource]) -> None:
+def write_report(source: Work, prepared: Sequence[Work]) -> None:
     """Write the report of a source into its dataset. ``prepared``: all sources. Raises OSError."""
     report = json.dumps(_report(source, prepared), indent=1, ensure_ascii=False)
     write_whole(source.dataset / NAME, f"{report}\n")
 
 
-def nothing_left(name: str, chain: Chain, tasks: Sequence[Task]) -> Reason:
+def nothing_left(work: Work) -> Reason:
     """Return why no document of a source is left: what removed most of them. All of its tasks have been read."""
+    name, chain, tasks = work.name, work.chain, work.tasks
     documents = sum(_decisions(chain, 0, task).documents for task in tasks)
     removed: Counter[tuple[int, str]] = Counter()
     bad: dict[tuple[int, str], dict[str, str]] = {}
@@ -63,7 +53,7 @@ def nothing_left(name: str, chain: Chain, tasks: Sequence[Task]) -> Reason:
     return Reason("data.nothing-left", {**params, "rule": rule, "step": chain.steps[number].name})
 
 
-def _report(source: PreparedSource, sources: Sequence[PreparedSource]) -> dict[str, Any]:
+def _report(source: Work, sources: Sequence[Work]) -> dict[str, Any]:
     steps = [_step(source, number) for number in range(len(source.chain.steps))]
     found = _tokens(source)
     tokens, characters = sum(found["tokens"].values()), found["characters"].get("all", 0)
@@ -90,11 +80,11 @@ def _report(source: PreparedSource, sources: Sequence[PreparedSource]) -> dict[s
     }
 
 
-def _files(source: PreparedSource) -> list[Any]:
+def _files(source: Work) -> list[Any]:
     return list(dict.fromkeys(part.file for task in source.tasks for part in task.parts))
 
 
-def _step(source: PreparedSource, number: int) -> dict[str, Any]:
+def _step(source: Work, number: int) -> dict[str, Any]:
     step, total = source.chain.steps[number], Decisions()
     removed: Counter[str] = Counter()
     for task in source.tasks:
@@ -185,7 +175,7 @@ def _in_order(measured: Mapping[str, int]) -> dict[str, int]:
         return dict(sorted(measured.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _duplicates(corpus: Corpus, sources: Sequence[PreparedSource]) -> dict[str, Any]:
+def _duplicates(corpus: Corpus, sources: Sequence[Work]) -> dict[str, Any]:
     """Return the report of a deduplication, with the beginning of each document that it names."""
     key, report = corpus.folder.name, corpus.read_report()
     places = dict(_shown(corpus, sources))
@@ -201,7 +191,7 @@ def _duplicates(corpus: Corpus, sources: Sequence[PreparedSource]) -> dict[str, 
     return {"key": key, **report, "largest_clusters": clusters, "examples": examples}
 
 
-def _shown(corpus: Corpus, sources: Sequence[PreparedSource]) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+def _shown(corpus: Corpus, sources: Sequence[Work]) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
     """Yield (task, index) in the report of a step with the source, the place and the text of the document."""
     for source in sources:
         for number, step in enumerate(source.chain.steps):
@@ -213,7 +203,7 @@ def _shown(corpus: Corpus, sources: Sequence[PreparedSource]) -> Iterator[tuple[
                     yield (step.duplicates.number_of(task), int(index)), named
 
 
-def _tokens(source: PreparedSource) -> dict[str, Any]:
+def _tokens(source: Work) -> dict[str, Any]:
     """Return documents, tokens, bytes, lengths and kinds of characters of what is left."""
     document: Counter[str] = Counter()
     lengths: dict[int, list[int]] = {}

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from scaletrain_cli.data.drafts import write_whole
-from scaletrain_cli.data.pipeline.chain import Chain
+from scaletrain_cli.data.pipeline.chain import Chain, Work
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.report import nothing_left
 from scaletrain_cli.data.pipeline.tasks import Task
@@ -20,14 +19,6 @@ _TRAINING = "bpe/v1"  # raised with every change of the tokenizer of equal docum
 _LARGEST_BYTES = 1 << 28
 # More text does not improve a tokenizer, and takes time in proportion.
 MOST_CHARACTERS = 500_000_000
-
-
-class Sampled(NamedTuple):
-    """A source that the sample is taken from, by name."""
-
-    name: str
-    chain: Chain
-    tasks: Sequence[Task]
 
 
 @dataclass(frozen=True)
@@ -70,13 +61,13 @@ def trained_before(path: Path) -> str:
     return content
 
 
-def train_into(path: Path, training: BpeTraining, sources: Sequence[Sampled], _unit: int = 0) -> None:
+def train_into(path: Path, training: BpeTraining, sources: Sequence[Work], _unit: int = 0) -> None:
     """Train the tokenizer and write its tokenizer.json. Raises UsageError and OSError."""
     tokenizer = train_tokenizer(sample(training, sources), training.vocab_size, [END_OF_TEXT])
     write_whole(path, str(tokenizer.to_str(pretty=True)))
 
 
-def sample(training: BpeTraining, sources: Sequence[Sampled]) -> Iterator[str]:
+def sample(training: BpeTraining, sources: Sequence[Work]) -> Iterator[str]:
     """Yield the documents to train on; one source without steps gives its beginning.
 
     Otherwise each source gives documents from tasks that lie evenly in it, until it has given its share. Raises
@@ -84,10 +75,10 @@ def sample(training: BpeTraining, sources: Sequence[Sampled]) -> Iterator[str]:
     """
     characters = training.characters([each.name for each in sources])
     from_beginning = len(sources) == 1 and len(sources[0].chain.steps) == 1
-    for (name, chain, tasks), most in zip(sources, characters, strict=True):
+    for work, most in zip(sources, characters, strict=True):
         taken, is_empty = 0, True
-        for task in tasks if from_beginning else spread(tasks):
-            for _, text in chain.documents(task):
+        for task in work.tasks if from_beginning else spread(work.tasks):
+            for _, text in work.chain.documents(task):
                 yield text
                 is_empty = False
                 taken += len(text)
@@ -96,7 +87,7 @@ def sample(training: BpeTraining, sources: Sequence[Sampled]) -> Iterator[str]:
             if taken > most:
                 break
         if is_empty:
-            raise UsageError(nothing_left(name, chain, tasks))
+            raise UsageError(nothing_left(work))
 
 
 def spread(tasks: Sequence[Task]) -> list[Task]:

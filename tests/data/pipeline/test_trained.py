@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scaletrain_cli.data.pipeline import trained
-from scaletrain_cli.data.pipeline.chain import chain_of
+from scaletrain_cli.data.pipeline.chain import Work, chain_of
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare, prepared
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
-from scaletrain_cli.data.pipeline.trained import BpeTraining, Sampled, sample, spread
+from scaletrain_cli.data.pipeline.trained import BpeTraining, sample, spread
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.spec.preparation import GopherQualitySpec
 
@@ -48,7 +48,7 @@ def test_sources_are_sampled_by_size_evenly_and_after_all_steps(
     monkeypatch.setattr(trained, "MOST_CHARACTERS", 3000)
     sources = source(tmp_path, "web", WEB), source(tmp_path, "books", BOOKS)
     chains = [chain_of(tmp_path / "steps", each, (SHORT,), skips_bad=False) for each in sources]
-    sampled = [Sampled(each.name, chain, tasks_of(each, 1000)) for each, chain in zip(sources, chains, strict=True)]
+    sampled = [Work(each, tasks_of(each, 1000), chain) for each, chain in zip(sources, chains, strict=True)]
     texts = list(sample(BpeTraining(300, (("web", 3000), ("books", 1000))), sampled))
     characters = {text: sum(len(each) for each in texts if each.startswith(text)) for text in ("The", "Book")}
     assert 2250 < characters["The"] < 2350
