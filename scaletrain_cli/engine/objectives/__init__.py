@@ -23,4 +23,4 @@ def build_objective(spec: RunSpec, mesh: Mesh) -> Objective:
     name = spec.training.objective
     of_images = _WITH_IMAGES if isinstance(spec.model, LlavaSpec) else OF_IMAGES.get(name)
     kind: type[Objective] = load_reference(f"{__name__}.{of_images}") if of_images else OBJECTIVES[name]
-    return kind.of(spec, mesh)
+    return kind(spec, mesh)

@@ -12,7 +12,7 @@ from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.loss import NOT_COUNTED
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.spec import RunSpec, TrainingSpec
+from scaletrain_cli.spec import RunSpec
 
 
 class RowLosses(NamedTuple):
@@ -46,14 +46,9 @@ class Objective(ABC):
     reads_pairs = False
     masks_samples = False
 
-    def __init__(self, training: TrainingSpec, mesh: Mesh) -> None:
-        self.training, self.mesh = training, mesh
+    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+        self.training, self.mesh = spec.training, mesh
         self.row_losses: list[RowLosses] | None = None  # of the micro-batches so far; None: they are not kept
-
-    @classmethod
-    def of(cls, spec: RunSpec, mesh: Mesh) -> "Objective":
-        """Return the objective of a run."""
-        return cls(spec.training, mesh)
 
     def continue_from(self, other: "Objective") -> None:
         """Take over what was learned of the data by the objective of the stage before, of the same run."""

@@ -9,7 +9,7 @@ from scaletrain_cli.engine.data.images.mixing import normalized
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.base import CausalLM
-from scaletrain_cli.engine.objectives.base import NextToken, Objective
+from scaletrain_cli.engine.objectives.base import NextToken
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.vision_model import image_channels
@@ -33,13 +33,9 @@ class ImageText(NextToken):
     """The loss of ``NextToken`` of a language model that reads images in the places of their tokens."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
-        super().__init__(spec.training, mesh)
+        super().__init__(spec, mesh)
         assert isinstance(spec.model, LlavaSpec)
         self._mean, self._std = spec.data.images.normalization(spec.model.family, image_channels(spec.model))
-
-    @classmethod
-    def of(cls, spec: RunSpec, mesh: Mesh) -> Objective:
-        return cls(spec, mesh)
 
     def prepared(self, batch: MicroBatch) -> PreparedRows:
         """Return the micro-batch with its images normalized, in the dtype of the weights."""

@@ -65,7 +65,7 @@ class ImageObjective(Objective):
     _measures: Measures | None = None
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
-        super().__init__(spec.training, mesh)
+        super().__init__(spec, mesh)
         self._spec = spec
         self._settings = LossSettings(spec.training.loss, spec.training.label_smoothing)
         self._loss = LOSSES[spec.training.loss.of(spec.training.objective)]
@@ -82,10 +82,6 @@ class ImageObjective(Objective):
     def continue_from(self, other: Objective) -> None:
         if isinstance(other, ImageObjective):
             self.describe_classes(other.class_names, several_labels=other._settings.several_labels)
-
-    @classmethod
-    def of(cls, spec: RunSpec, mesh: Mesh) -> Objective:
-        return cls(spec, mesh)
 
     def prepared(self, batch: ImageMicroBatch) -> PreparedImages:
         """Return the normalized, erased and mixed images in the dtype of the weights, and their targets."""
