@@ -304,7 +304,7 @@ def connect_muon(
         ]
         group = _group(layout, mesh, experts=experts)
         holders.append(_Holders(wholes, pieces, place, group, sharded=layout.zero_stage > 0))
-    optimizer.connect(MatrixExchange(holders, weights, settings, device))
+    optimizer.connect(MatrixExchange(holders, weights, settings, device).orthogonalize)
 
 
 def _whole(model: ModelSpec, matrix: Matrix, iterations: int) -> _Whole:

@@ -7,7 +7,7 @@ of the iteration first of all, as the exchange does: nothing is lost, and the re
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,14 +46,9 @@ def rate_factor(rows: int, columns: int, rule: str) -> float:
     return math.sqrt(max(1.0, rows / columns)) if rule == "original" else 0.2 * math.sqrt(max(rows, columns))
 
 
-class Orthogonalizer(Protocol):
-    """Orthogonalizes matrices that several ranks hold together."""
-
-    def orthogonalize(self, updates: dict[Tensor, Tensor]) -> Iterator[tuple[Tensor, int, Tensor, float | Tensor]]:
-        """Yield (weight, offset, values, factor) of each piece of the weights whose ``updates`` are given.
-
-        ``values`` are orthogonalized; ``factor`` is that of their learning rate. Collective.
-        """
+# Orthogonalizes matrices that several ranks hold together, given the updates of weights. Yields of each piece (weight,
+# offset, values, factor): the orthogonalized values, and the factor of their learning rate. Collective.
+Orthogonalize = Callable[[dict[Tensor, Tensor]], Iterator[tuple[Tensor, int, Tensor, float | Tensor]]]
 
 
 class Muon(torch.optim.Optimizer):
@@ -66,7 +61,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSpec, fused: bool) -> None:
         self._settings, self._momentum = settings.muon, settings.momentum
-        self._exchange: Orthogonalizer | None = None
+        self._orthogonalize: Orthogonalize | None = None
         self._adamw = torch.optim.AdamW(
             [torch.zeros(1)],
             lr=settings.lr,
@@ -77,9 +72,9 @@ class Muon(torch.optim.Optimizer):
         )
         super().__init__(groups, self._adamw.defaults)
 
-    def connect(self, exchange: Orthogonalizer) -> None:
-        """Set how whole matrices are obtained."""
-        self._exchange = exchange
+    def connect(self, orthogonalize: Orthogonalize) -> None:
+        """Set how whole matrices are orthogonalized."""
+        self._orthogonalize = orthogonalize
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -97,14 +92,14 @@ class Muon(torch.optim.Optimizer):
                         updates[weight] = self._with_momentum(weight)
                         weight.mul_(1 - group["lr"] * group["weight_decay"])
         if updates:
-            assert self._exchange is not None
+            assert self._orthogonalize is not None
             rates = {
                 weight: group["lr"]
                 for group in self.param_groups
                 for weight in group["params"]
                 if group.get(ORTHOGONALIZED)
             }
-            for weight, offset, values, factor in self._exchange.orthogonalize(updates):
+            for weight, offset, values, factor in self._orthogonalize(updates):
                 part = weight.view(-1)[offset : offset + values.numel()]
                 values = values.to(weight.device)
                 if isinstance(factor, Tensor):
