@@ -13,7 +13,7 @@ SCHEMA = "scaletrain.data-report/v1"
 IMAGE_REPORT = "scaletrain.image-report/v1"
 _OF_DATASET = "scaletrain.dataset-report/v1"
 _SPLITS = ("train", "validation")
-_ROWS = ("read", "truncated", "without_target", "too_long", "unusable")
+ROWS = ("read", "truncated", "without_target", "too_long", "unusable")
 
 
 def read_report(datasets: Mapping[str, Path], mixture: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _rows(dataset: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the counts of rows for fine-tuning; None for text."""
     if "rows_read" not in dataset:
         return None
-    counts = {name: int(dataset[f"rows_{name}"]) for name in _ROWS}
+    counts = {name: int(dataset[f"rows_{name}"]) for name in ROWS}
     return {**counts, "target_tokens": int(dataset["targets"]), "lost": json.loads(dataset["lost"])}
 
 

@@ -191,11 +191,8 @@ def open_source_dataset(
             fingerprint=document["fingerprint"],
             dtype=document["tokenizer"]["dtype"],
             vocab_size=document["tokenizer"]["vocab_size"],
-            documents=document["train_documents"] + document["validation_documents"],
-            train_tokens=document["train_tokens"],
-            validation_tokens=document["validation_tokens"],
-            train_documents=document["train_documents"],
-            validation_documents=document["validation_documents"],
+            documents=sum(document[f"{split}_documents"] for split in SPLITS),
+            **{name: document[name] for split in SPLITS for name in (f"{split}_tokens", f"{split}_documents")},
             seal=document.get("seal", ""),
         )
     except (KeyError, TypeError) as error:
@@ -226,8 +223,3 @@ def map_numbers(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
     if size != expected:
         raise CorruptDataError(path, f"{size} bytes instead of the {expected} that dataset.json states")
     return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
-
-
-def draw(text: str) -> float:
-    """Return a number in [0, 1) that depends on the document alone, so that its split never changes."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64

@@ -14,7 +14,7 @@ from scaletrain_cli.data.commands import prepare_images, prepare_text
 from scaletrain_cli.data.images.compatibility import rows_problem
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.prepared import find_prepared
-from scaletrain_cli.data.report import images_in_rows
+from scaletrain_cli.data.report import ROWS, images_in_rows
 from scaletrain_cli.engine.data.dataset import DatasetInfo, TextSequences, open_source_dataset
 from scaletrain_cli.engine.data.row_dataset import SCHEMA, RowsInfo, left_out, open_rows, rows_folder
 from scaletrain_cli.engine.data.row_writing import build_rows
@@ -148,13 +148,7 @@ def _prepared(name: str, spec: RunSpec, runs_root: Path) -> dict[str, Any]:
         "dtype": info.dtype,
         "format": info.format,
         "target_tokens": info.targets,
-        "rows": {
-            "read": info.rows_read,
-            "truncated": info.rows_truncated,
-            "without_target": info.rows_without_target,
-            "too_long": info.rows_too_long,
-            "unusable": info.rows_unusable,
-        },
+        "rows": {name: getattr(info, f"rows_{name}") for name in ROWS},
         "lost": json.loads(info.lost),
     }
     return found | ({"images": images_in_rows(asdict(info))} if info.tokens_per_image else {})

@@ -165,7 +165,7 @@ def rows_of(
             first.append(row)
         except RowError as error:
             row_format = "auto"
-            _refuse_or_leave_out(row_error(row.where, error), data, tally)
+            refuse_or_leave_out(row.where, error, data, tally)
     if data.loss_on == "last_assistant" and row_format in ("prompt_completion", "text"):
         raise UsageError(Reason("data.no-last-turn", {"format": row_format}))
     return row_format, _usable_rows(chain(first, raw), row_format, data, tally, images=images)
@@ -179,16 +179,18 @@ def _usable_rows(
             example, weight, not_read = parse_row(row.content, row_format, data.fields, images=images)
             of_row = _images(row, data) if images else ()
         except RowError as error:
-            _refuse_or_leave_out(row_error(row.where, error), data, tally)
+            refuse_or_leave_out(row.where, error, data, tally)
             continue
         key = json.dumps(row.content, sort_keys=True, default=_digest if images else str)
         yield Row(row.where, example, weight, key, of_row, not_read)
 
 
-def _refuse_or_leave_out(error: UsageError, data: DataSpec, tally: Tally) -> None:
+def refuse_or_leave_out(where: str, error: RowError, data: DataSpec, tally: Tally) -> None:
+    """Raise UsageError for a row that cannot be used, or count it if such rows are left out."""
+    refused = UsageError(error.at(where))
     if data.on_bad == "stop":
-        raise error
-    tally.leave_out(str(error))
+        raise refused
+    tally.leave_out(str(refused))
 
 
 def rows_content(source: str, runs_root: Path, *, validation: bool = False) -> str:
@@ -201,11 +203,6 @@ def rows_content(source: str, runs_root: Path, *, validation: bool = False) -> s
     files = [local_file(path, kind_of(path)) for path in _files(source, validation=validation)]
     name = f"{source} for validation" if validation else source
     return combined_content(files, known_hashes(name, files, runs_root, read_hashes) or {})
-
-
-def row_error(where: str, error: RowError) -> UsageError:
-    """Return the error of a row with its place and what to do."""
-    return UsageError(error.at(where))
 
 
 def _images(raw: RawRow, data: DataSpec) -> tuple[RowImage, ...]:

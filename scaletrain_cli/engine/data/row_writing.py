@@ -14,16 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import HashedFile
+from scaletrain_cli.data.pipeline.shards import split_of
 from scaletrain_cli.data.sources.rows import Tally
 from scaletrain_cli.data.token_files import DTYPES
 from scaletrain_cli.data.tokenizers.chat_templates import CHATML_TOKENS, TemplateFiles, template_files
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.data.tokenizers.given import given_tokenizer
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, ImageTokens, image_tokens
-from scaletrain_cli.engine.data.dataset import SPLITS, draw, seal_of
+from scaletrain_cli.engine.data.dataset import SPLITS, seal_of
 from scaletrain_cli.engine.data.row_dataset import PARTS, SCHEMA, RowsInfo, template_hash
 from scaletrain_cli.engine.data.row_images import ImageWriter, StoredImage
-from scaletrain_cli.engine.data.row_source import Row, row_error, rows_of
+from scaletrain_cli.engine.data.row_source import Row, refuse_or_leave_out, rows_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
@@ -146,7 +147,7 @@ class RowEncoder:
     """
 
     def __init__(self, tokenizer: ChatTokenizer, data: DataSpec, seq_len: int, tally: Tally | None = None) -> None:
-        self._tokenizer, self._seq_len, self._skips = tokenizer, seq_len, data.on_bad == "skip"
+        self._tokenizer, self._data, self._seq_len = tokenizer, data, seq_len
         self._images = tokenizer.images
         self._truncation = "" if data.packing == "best_fit_split" else data.truncation
         self.counts, self.lost, self.tally = RowCounts(), Counter[str](), tally or Tally()
@@ -160,9 +161,7 @@ class RowEncoder:
         encoded = self._tokenizer.encode([(row.example, row.weight) for row in rows])
         for row, documents in zip(rows, encoded, strict=True):
             if isinstance(documents, RowError):
-                if not self._skips:
-                    raise row_error(row.where, documents)
-                self.tally.leave_out(str(row_error(row.where, documents)))
+                refuse_or_leave_out(row.where, documents, self._data, self.tally)
             elif (kept := self._kept(row, documents)) is not None:
                 self.stops.update(*(document.stops for document in documents))
                 lacks = {name for document in documents for name in document.lacks}
@@ -174,7 +173,8 @@ class RowEncoder:
         longest = max(len(document.ids) for document in documents)
         cut = self._truncation != "" and longest > self._seq_len
         if cut and self._truncation == "refuse":
-            raise row_error(row.where, RowError("row-too-long", tokens=longest, seq_len=self._seq_len))
+            problem = RowError("row-too-long", tokens=longest, seq_len=self._seq_len)
+            raise UsageError(problem.at(row.where))
         if cut and self._truncation == "drop":
             self.counts = replace(counts, read=counts.read + 1, too_long=counts.too_long + 1)
             return None
@@ -259,7 +259,8 @@ class _Images:
             except self._bad as error:
                 if not self._skips:
                     if isinstance(error, self._missing):
-                        raise row_error(row.where, RowError("image-missing", place=error.evidence["file"])) from error
+                        missing = RowError("image-missing", place=error.evidence["file"])
+                        raise UsageError(missing.at(row.where)) from error
                     raise UsageError(Reason("data.bad-image", {"where": row.where, "problem": error.reason})) from error
                 self.rows_left_out += 1
                 if len(self.bad) < _BAD_SHOWN:
@@ -311,7 +312,7 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
             while batch := list(islice(usable, _ROWS_PER_ENCODE)):
                 of_row = {id(row): stored for row, stored in batch}
                 for row, documents in encoder.encode([row for row, _ in batch]):
-                    split = SPLITS[draw(row.key) < validation_share]
+                    split = split_of(row.key.encode(), validation_share)
                     for document in documents:
                         spools[split].add(document)
                         weighted = weighted or bool(((document.weights != 0) & (document.weights != 1)).any())
