@@ -41,25 +41,18 @@ def labels(trials: Trials) -> Item:
     batches = trials.batches(1)
     if not isinstance(batches[0], MicroBatch):
         return _labels_of_images(trials)
-    counted = matches = total = unshifted = twice = 0
+    counted = total = last = 0  # last: labels whose next token is not there
+    matches = [0] * len(_OFFSETS)
     for batch in batches:
         known = batch.labels != NOT_COUNTED
-        total, counted = total + known.numel(), counted + int(known.sum())
+        total, counted, last = total + known.numel(), counted + int(known.sum()), last + int(known[:, -1].sum())
         for offset in _OFFSETS:
             here = known[:, : known.shape[1] - offset]
             same = (batch.labels[:, : here.shape[1]] == batch.tokens[:, offset:]) & here
-            found = int(same.sum())
-            matches += found if offset == 1 else 0
-            unshifted += found if offset == 0 else 0
-            twice += found if offset == 2 else 0
-    last = sum(int((batch.labels[:, -1] != NOT_COUNTED).sum()) for batch in batches)  # their next token is not there
-    sums = [trials.consensus.share(each) for each in (counted, total, matches, unshifted, twice, last)]
-    counted, total, matches, unshifted, twice, last = (int(sum(each)) for each in sums)
+            matches[offset] += int(same.sum())
+    counted, total, last, *matches = (int(each) for each in trials.consensus.total([counted, total, last, *matches]))
     ignored = 1 - counted / total if total else 1.0
-    shares = {
-        offset: count / max(1, counted - offset_last)
-        for offset, count, offset_last in ((0, unshifted, 0), (1, matches, last), (2, twice, 2 * last))
-    }
+    shares = {offset: matches[offset] / max(1, counted - offset * last) for offset in _OFFSETS}
     figures: dict[str, Any] = {
         "ignored_share": round(ignored, 4),
         "label_shares_by_offset": {str(offset): round(min(1.0, share), 4) for offset, share in shares.items()},
@@ -147,14 +140,15 @@ def duplicates(trials: Trials) -> Item:
 
     Whole rows or images are compared, since rows may share their first words, such as a system prompt.
     """
-    problem = [0.0, 0.0]
-    if trials.trainer.ranks.rank == 0:
+
+    def count() -> tuple[int, int]:
         hashes = list(_contents(trials))
-        problem = [float(len(hashes)), float(len(hashes) - len(set(hashes)))]
-    samples, repeated = trials.consensus.follow_rank_zero(problem)
+        return len(hashes), len(hashes) - len(set(hashes))
+
+    samples, repeated = trials.consensus.from_rank_zero(count)
     share = repeated / samples if samples else 0.0
-    figures = {"samples": int(samples), "duplicates": int(repeated)}
-    params = {"samples": int(samples), "count": int(repeated), "share": share}
+    figures = {"samples": samples, "duplicates": repeated}
+    params = {"samples": samples, "count": repeated, "share": share}
     if share > _MOST_DUPLICATES:
         causes = (
             trials.case.cause("rehearsal.cause-repeated-data", "data"),
@@ -168,13 +162,12 @@ def _contents(trials: Trials) -> Iterator[bytes]:
     """Yield a hash of each of some samples of the training split, at equal distances."""
     reader, samples = trials.trainer.training, trials.trainer.data.samples
     count = min(_READ, len(samples))
-    numbers = [at * len(samples) // count for at in range(count)]
-    if isinstance(reader, BatchReader):
-        for number in numbers:
-            yield hashlib.blake2b(_tokens(reader.sequences, number).tobytes(), digest_size=8).digest()
-        return
-    for number in numbers:
-        yield hashlib.blake2b(_image(samples, number), digest_size=8).digest()
+    for number in (at * len(samples) // count for at in range(count)):
+        if isinstance(reader, BatchReader):
+            content = _tokens(reader.sequences, number).tobytes()
+        else:
+            content = _image(samples, number)
+        yield hashlib.blake2b(content, digest_size=8).digest()
 
 
 def _tokens(sequences: TextSequences | RowSamples, number: int) -> npt.NDArray[Any]:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,28 +120,27 @@ class _Course:
             ("causality", data_items.causality),
         ):
             if name in wanted:
-                self._do(name, lambda work=work: work(trials))  # type: ignore[misc]
+                self._do(name, partial(work, trials))
         if any(name in wanted for name in _OF_STEPS):
             self._steps()
         if "learning-rate" in wanted:
-            self._do("learning-rate", lambda: learning_rate(trials))
+            self._do("learning-rate", partial(learning_rate, trials))
         if "overfit" in wanted:
-            self._do("overfit", lambda: overfit(trials))
+            self._do("overfit", partial(overfit, trials))
 
     def _steps(self) -> None:
         """Train the first steps, judge them, and rehearse a restore from where they end."""
         trials, wanted = self.trials, self.options.items
-        self.found = replace(self.found, running="gradients")
-        _write(self.trainer, self.found)
+        self._now(running="gradients")
         began = time.perf_counter()
         steps = step_items.train(trials)
         seconds = time.perf_counter() - began
         judged: list[tuple[str, Callable[[], Item]]] = [
-            ("gradients", lambda: step_items.gradients(trials, steps)),
-            ("speed", lambda: step_items.speed(trials, steps)),
-            ("memory", lambda: step_items.memory(trials, steps)),
-            ("data-rate", lambda: step_items.data_rate(trials, steps)),
-            ("restore", lambda: step_items.restore(trials, len(steps.measures))),
+            ("gradients", partial(step_items.gradients, trials, steps)),
+            ("speed", partial(step_items.speed, trials, steps)),
+            ("memory", partial(step_items.memory, trials, steps)),
+            ("data-rate", partial(step_items.data_rate, trials, steps)),
+            ("restore", partial(step_items.restore, trials, len(steps.measures))),
         ]
         for name, work in judged:
             if name in wanted:
@@ -148,18 +148,21 @@ class _Course:
         trials.restore()
         losses = {each.step: each.values["loss"] for each in steps.measures}
         measured = _measured(self.trainer, self.found) | {"losses": {str(step): loss for step, loss in losses.items()}}
-        self.found = replace(self.found, measured=measured)
+        self._now(measured=measured)
+
+    def _now(self, **known: Any) -> None:
+        """Change what is known, and store it."""
+        self.found = replace(self.found, **known)
         _write(self.trainer, self.found)
 
     def _do(self, name: str, work: Callable[[], Item], seconds: float = 0.0) -> None:
-        self.found = replace(self.found, running=name)
-        _write(self.trainer, self.found)
+        self._now(running=name)
         item, own = self.trials.timed(work)
         self.add(replace(item, seconds=own + seconds))
 
     def add(self, item: Item) -> None:
-        self.found = replace(self.found.with_items([item]), running=None)
-        _write(self.trainer, self.found)
+        self.found = self.found.with_items([item])
+        self._now(running=None)
         logger.info("%s %s: %s", item.name, item.verdict, item.reason)
 
     def preempted_run(self) -> ExitCode:
@@ -171,8 +174,7 @@ class _Course:
         text = f"{given}; {injected}" if given else injected
         trainer.faults = faults.Faults(text, trainer.ranks.rank, trainer.attempt, trainer.checkpointer.folder)
         trainer.most_steps = step_items.STEPS
-        self.found = replace(self.found, running="preemption", preempted_at=at)
-        _write(trainer, self.found)
+        self._now(running="preemption", preempted_at=at)
         return trainer.fit()
 
 
