@@ -72,31 +72,6 @@ class CountedState(Protocol):
     def opaque(self, shard: int) -> dict[str, Tensor]: ...
 
 
-class StateOfGroup:
-    """The state of one group of local SGD, as that of a run without groups, without the outer state."""
-
-    def __init__(self, state: CountedState, group: int) -> None:
-        self._state, self._mark = state, f"@{group}" if group else ""
-
-    @property
-    def kinds(self) -> set[str]:
-        own = {kind for kind in self._state.kinds if kind not in (OUTER, OUTER_MOMENTUM)}
-        first = {kind for kind in own if "@" not in kind}
-        return {kind.removesuffix(self._mark) for kind in own if kind.endswith(self._mark)} if self._mark else first
-
-    def has(self, kind: str, name: str) -> bool:
-        return self._state.has(kind + self._mark, name)
-
-    def counts_of(self, name: str) -> Mapping[str, float]:
-        return self._state.counts_of(name)
-
-    def read(self, kind: str, part: Slice) -> Tensor:
-        return self._state.read(kind + self._mark, part)
-
-    def opaque(self, shard: int) -> dict[str, Tensor]:
-        return self._state.opaque(shard)
-
-
 class Snapshot:
     """Copies the state of a rank into host buffers that are allocated once, pinned if there is a GPU."""
 
@@ -116,9 +91,9 @@ class Snapshot:
         counts, counters = Counts({}, {}), self._states.counter_names()
         for shard in self._states.shards:
             with self._states.weight(shard) as weight:
-                group = 0 if self._local_sgd is None else self._local_sgd.groups.rank
+                mark = "" if self._local_sgd is None else _mark(self._local_sgd)
                 for kind, values in self._kinds(shard, weight, counters):
-                    entries += self._copied(shard, f"{kind}@{group}" if group else kind, values)
+                    entries += self._copied(shard, kind + mark, values)
                 states = self._states.optimizer_states(weight)
                 own = {name: float(value) for name, value in states.items() if name in counters}
             counts = counts.with_shard(shard, own)
@@ -194,25 +169,26 @@ def restore_state(
     ScaletrainError if the checkpoint is incomplete, and UsageError if another layout cannot read it.
     """
     averages: list[Tensor] = []
+    mark = "" if local_sgd is None else _mark(local_sgd)  # of the kinds of state of this group
     if local_sgd is not None:
         for shard in states.shards:
             local_sgd.outer[shard.index].view(-1).copy_(_whole(shard, OUTER, reader))
             if local_sgd.momentum:
                 local_sgd.momentum[shard.index].view(-1).copy_(_whole(shard, OUTER_MOMENTUM, reader))
-        reader = StateOfGroup(reader, local_sgd.groups.rank)
     for shard in states.shards:
         opaque = reader.opaque(shard.index)
         first = shard.slices[0].slice.name if shard.slices else None
         with states.weight(shard) as weight:
-            if first is not None and reader.has(WEIGHT, first):
-                weight.view(-1).copy_(_whole(shard, WEIGHT, reader))
+            if first is not None and reader.has(WEIGHT + mark, first):
+                weight.view(-1).copy_(_whole(shard, WEIGHT + mark, reader))
             own = states.optimizer_states(weight)
-            kinds = sorted(reader.kinds - {WEIGHT, AVERAGE})
-            kinds = [kind for kind in kinds if first is None or reader.has(kind, first)]
+            found = (kind.partition("@") for kind in reader.kinds - {OUTER, OUTER_MOMENTUM})
+            kinds = sorted({kind for kind, at, group in found if at + group == mark} - {WEIGHT, AVERAGE})
+            kinds = [kind for kind in kinds if first is None or reader.has(kind + mark, first)]
             if not kinds and not opaque:
                 own.clear()  # not updated yet, or an optimizer without states
             for kind in kinds if not opaque else ():
-                values = _whole(shard, kind, reader)
+                values = _whole(shard, kind + mark, reader)
                 if kind in own:
                     own[kind].view(-1).copy_(values)
                 else:
@@ -228,19 +204,23 @@ def restore_state(
                 else:
                     own[name] = int(count) if place is None else torch.tensor(count, dtype=torch.float32, device=place)
             if average is not None and average.taken:
-                averages.append(_whole(shard, AVERAGE, reader).to(weight.device))
+                averages.append(_whole(shard, AVERAGE + mark, reader).to(weight.device))
     for frozen in (*states.frozen, *states.buffers):
         for part, offset in frozen.slices:
-            if reader.has(WEIGHT, part.name):
-                frozen.values[offset : offset + part.numel].copy_(reader.read(WEIGHT, part))
+            if reader.has(WEIGHT + mark, part.name):
+                frozen.values[offset : offset + part.numel].copy_(reader.read(WEIGHT + mark, part))
     if average is not None:
         average.buffer_averages = [torch.empty_like(buffer) for buffer in average.buffers if average.taken]
         for buffers in states.buffers:
             if (mean := average.average_of(buffers.parameter)) is not None:
                 for part, offset in buffers.slices:
-                    mean.view(-1)[offset : offset + part.numel].copy_(reader.read(AVERAGE, part))
+                    mean.view(-1)[offset : offset + part.numel].copy_(reader.read(AVERAGE + mark, part))
         average.averages = [flat.view(w.shape) for flat, w in zip(averages, average.weights, strict=False)]
     use_master_weights(engine)
+
+
+def _mark(local_sgd: LocalSGD) -> str:
+    return f"@{local_sgd.groups.rank}" if local_sgd.groups.rank else ""
 
 
 def _whole(shard: FlatShard, kind: str, reader: CountedState) -> Tensor:
