@@ -1,6 +1,6 @@
 """Steps that look at one document at a time: what each is built from, and the order in which they run."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
@@ -23,7 +23,7 @@ from scaletrain_cli.spec.preparation import (
     ScoreSpec,
 )
 
-__all__ = ["STEPS", "Document", "DocumentError", "Kept", "Removed", "Step", "apply", "identity", "step_of"]
+__all__ = ["STEPS", "Document", "DocumentError", "Kept", "Removed", "Step", "identity", "step_of"]
 
 
 def _contamination(section: ContaminationSpec) -> Step:
@@ -63,17 +63,3 @@ def identity(section: PreparationStep, step: Step) -> Mapping[str, Any]:
     """
     settings = section.model_dump(mode="json", exclude={"only", *_PATHS})
     return {"settings": settings, "version": step.version, "depends_on": dict(step.depends_on)}
-
-
-def apply(steps: Iterable[Step], document: Document) -> tuple[Document | Removed, dict[str, int]]:
-    """Return the document after all steps, or why one removed it, and the counts of the steps that kept it."""
-    counts: dict[str, int] = {}
-    for step in steps:
-        result = step(document)
-        if isinstance(result, Removed):
-            return result, counts
-        for name, count in result.counts.items():
-            counts[name] = counts.get(name, 0) + count
-        if result.text is not document.text:
-            document = document._replace(text=result.text)
-    return document, counts

@@ -6,6 +6,7 @@ put spaces between words; code, tables and verse need ``only``, which leaves the
 """
 
 import re
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -34,24 +35,35 @@ def repeated(parts: Sequence[str]) -> tuple[int, int]:
     return len(parts) - len(different), sum(map(len, parts)) - sum(map(len, different))
 
 
-class GopherQuality(Step):
-    """Length, word length, symbols, bullets, ellipses, letters and stop words."""
+class GopherRules(Step):
+    """Keeps a document within all limits of its section, each the value of a key ``min_...`` or ``max_...``."""
 
-    def __init__(self, spec: GopherQualitySpec) -> None:
-        self.spec = spec
-        words = sorted({re.escape(word.lower()) for word in spec.stop_words}, key=len, reverse=True)
-        self.stop_word = re.compile(rf"(?<!\w)(?:{'|'.join(words)})(?!\w)").finditer
+    spec: GopherQualitySpec | GopherRepetitionSpec
 
     def __call__(self, document: Document) -> Kept | Removed:
         """Return the first rule that the document breaks, in the order of the paper."""
         for key, measured in self._measures(document.text):
             limit = getattr(self.spec, key)
             if limit is not None and (measured < limit if key.startswith("min_") else measured > limit):
-                return Removed(f"gopher_quality.{key}", measured, limit)
+                return Removed(f"{self.spec.rules}.{key}", measured, limit)
         return Kept(document.text)
 
+    @abstractmethod
     def _measures(self, text: str) -> Iterator[tuple[str, float]]:
         """Yield each key of the spec with the value of the text; what costs time is computed when it is needed."""
+
+
+class GopherQuality(GopherRules):
+    """Length, word length, symbols, bullets, ellipses, letters and stop words."""
+
+    spec: GopherQualitySpec
+
+    def __init__(self, spec: GopherQualitySpec) -> None:
+        self.spec = spec
+        words = sorted({re.escape(word.lower()) for word in spec.stop_words}, key=len, reverse=True)
+        self.stop_word = re.compile(rf"(?<!\w)(?:{'|'.join(words)})(?!\w)").finditer
+
+    def _measures(self, text: str) -> Iterator[tuple[str, float]]:
         words = text.split()
         without_ascii_letter = [word for word in words if not _ASCII_LETTER(word)]
         without_letter = [word for word in without_ascii_letter if not any(map(str.isalpha, word))]
@@ -77,7 +89,7 @@ class GopherQuality(Step):
         yield "min_stop_words", len(found)
 
 
-class GopherRepetition(Step):
+class GopherRepetition(GopherRules):
     """Repeated lines, paragraphs and sequences of words.
 
     A part is repeated if an equal one comes before it, so that the first of several equal parts does not count. A
@@ -95,27 +107,15 @@ class GopherRepetition(Step):
         }
         self.longest = max((n for n, (_, limit) in self.limits.items() if limit is not None), default=0)
 
-    def __call__(self, document: Document) -> Kept | Removed:
-        """Return the first limit of table A1 that the document exceeds."""
-        for key, measured, limit in self._measures(document.text):
-            if limit is not None and measured > limit:
-                return Removed(f"gopher_repetition.{key}", measured, limit)
-        return Kept(document.text)
-
-    def _measures(self, text: str) -> Iterator[tuple[str, float, float | None]]:
-        spec, lines = self.spec, lines_of(text)
-        count, characters = repeated(lines)
-        yield "max_duplicate_lines", share(count, len(lines)), spec.max_duplicate_lines
-        line_share = share(characters, sum(map(len, lines)))
-        yield "max_duplicate_line_characters", line_share, spec.max_duplicate_line_characters
-        paragraphs = [part for part in map(str.strip, _PARAGRAPH_END.split(text)) if part]
-        count, characters = repeated(paragraphs)
-        yield "max_duplicate_paragraphs", share(count, len(paragraphs)), spec.max_duplicate_paragraphs
-        paragraph_share = share(characters, sum(map(len, paragraphs)))
-        yield "max_duplicate_paragraph_characters", paragraph_share, spec.max_duplicate_paragraph_characters
+    def _measures(self, text: str) -> Iterator[tuple[str, float]]:
+        for name, parts_of in (("line", lines_of), ("paragraph", _paragraphs_of)):
+            parts = parts_of(text)
+            count, characters = repeated(parts)
+            yield f"max_duplicate_{name}s", share(count, len(parts))
+            yield f"max_duplicate_{name}_characters", share(characters, sum(map(len, parts)))
         yield from self._sequences(text.split())
 
-    def _sequences(self, words: list[str]) -> Iterator[tuple[str, float, float | None]]:
+    def _sequences(self, words: list[str]) -> Iterator[tuple[str, float]]:
         """Yield the share of the top or of the repeated sequences of 2, 3, ... words.
 
         A sequence of n words occurs twice only if its first n - 1 words and its last n - 1 words do, so that each
@@ -141,11 +141,15 @@ class GopherRepetition(Step):
                     seen: set[tuple[object, object]] = set()  # of the sequences, those equal to an earlier one count
                     again = [start for start, gram in zip(starts, grams, strict=True) if gram in seen or seen.add(gram)]  # type: ignore[func-returns-value]
                     covered = _covered(again, n, lengths)
-                yield key, share(covered, total), limit
+                yield key, share(covered, total)
             names = {start: frequent[gram] for start, gram in zip(starts, grams, strict=True) if gram in frequent}
             starts = sorted(names)
             if not names:
                 break
+
+
+def _paragraphs_of(text: str) -> list[str]:
+    return [part for part in map(str.strip, _PARAGRAPH_END.split(text)) if part]
 
 
 def _top(

@@ -14,7 +14,7 @@ from scaletrain_cli.data.pipeline.decisions import read_decisions
 from scaletrain_cli.data.pipeline.report import place_of
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
 from scaletrain_cli.data.sources.records import Columns, SourceFile
-from scaletrain_cli.data.steps import apply, step_of
+from scaletrain_cli.data.steps import step_of
 from scaletrain_cli.data.steps.base import Document, Removed
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec.preparation import (
@@ -55,9 +55,14 @@ def plainly(rows: Sequence[dict[str, object]], sections: Sequence[PreparationSte
     found = []
     for number in range(4):
         for row in rows[number::4]:
-            result, _ = apply(steps, Document(str(row["text"]), "letters", "", {"score": row["score"]}))
-            if not isinstance(result, Removed):
-                found.append(result.text)
+            document = Document(str(row["text"]), "letters", "", {"score": row["score"]})
+            for step in steps:
+                result = step(document)
+                if isinstance(result, Removed):
+                    break
+                document = document._replace(text=result.text)
+            else:
+                found.append(document.text)
     return found
 
 

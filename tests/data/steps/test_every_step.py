@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from scaletrain_cli.data.steps import STEPS, Document, Kept, Removed, Step, apply, identity, step_of
+from scaletrain_cli.data.steps import STEPS, Kept, Removed, Step, identity
 from scaletrain_cli.data.steps.base import DocumentError
 from scaletrain_cli.data.steps.identifiers import Identifiers
 from scaletrain_cli.data.steps.normalization import Normalization
@@ -93,17 +93,6 @@ def test_the_identity_changes_with_settings_and_files_and_not_with_only(tmp_path
     before = of("contamination", **keys)
     (tmp_path / "eval.txt").write_text("one two four")
     assert of("contamination", **keys) != before
-
-
-def test_steps_apply_in_their_order_until_one_removes_the_document() -> None:
-    steps = [step_of(section("identifiers")), step_of(section("gopher_quality", min_words=3))]
-    kept, counts = apply(steps, Document("the mail of a@b.co and of c@d.co", "code", "x:1"))
-    assert isinstance(kept, Document)
-    assert (kept.text, kept.place) == ("the mail of <EMAIL> and of <EMAIL>", "x:1")
-    assert counts == {"identifiers.email": 2}
-    removed, counts = apply(steps, Document("a@b.co", "code", "x:1"))
-    assert removed == Removed("gopher_quality.min_words", 1, 3)
-    assert counts == {"identifiers.email": 1}
 
 
 def test_a_score_between_the_limits_stays() -> None:
