@@ -21,12 +21,9 @@ from scaletrain_cli.spec.hub_files import with_local_files
 from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.failures import report_exception
 from scaletrain_cli.worker.heartbeat import IMPORT_SECONDS, Heartbeat, install_stack_dump
-from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
+from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent, own_exit_seconds
 
 logger = logging.getLogger(__name__)
-
-# Time of the grace period that is left when the rank exits by itself, before it would be killed.
-_LAST_SECONDS, _LAST_SHARE = 5.0, 0.1
 
 
 def main() -> int:
@@ -79,8 +76,7 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
     # The node agent has fetched the files of the hub, and set the cache of this environment.
     local = with_local_files(record.spec, record.hub, HubSettings.from_environment(os.environ))
     record = dataclasses.replace(record, spec=local)
-    grace = record.spec.cluster.grace_seconds
-    flag.call_after(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), partial(_exit_without_saving, watch))
+    flag.call_after(own_exit_seconds(record.spec.cluster.grace_seconds), partial(_exit_without_saving, watch))
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
         only = os.environ.get(preflight.ONLY)
         if only == "preflight":

@@ -21,10 +21,9 @@ from scaletrain_cli.worker.checkpoint_commit import SupersededAttemptError
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, LONG_SECONDS
 from scaletrain_cli.worker.progress import progress_line
 from scaletrain_cli.worker.rank import Rank, StagedCheckpoint
+from scaletrain_cli.worker.signals import own_exit_seconds
 
 _CHECK_SECONDS = 1.0  # between two checks for a file that requests a save
-# Time of the grace period that is left when the rank exits by itself, before it would be killed.
-_LAST_SECONDS, _LAST_SHARE = 5.0, 0.1
 Value = TypeVar("Value")
 
 
@@ -85,10 +84,8 @@ class LoopAdapter:
         self.step = step
         hang = rank.resolved.spec["guard"]["hang"]
         rank.heartbeat.hang_seconds = None if hang == "auto" else float(hang)
-        grace = float(rank.resolved.spec["cluster"]["grace_seconds"])
-        rank.preemption.call_after(
-            grace - min(_LAST_SECONDS, _LAST_SHARE * grace), lambda: rank.exit(ExitCode.PREEMPTED)
-        )
+        seconds = own_exit_seconds(float(rank.resolved.spec["cluster"]["grace_seconds"]))
+        rank.preemption.call_after(seconds, lambda: rank.exit(ExitCode.PREEMPTED))
         if rank.environment.rank == 0 and any(name != "jsonl" for name in rank.resolved.spec["tracking"]):
             from scaletrain_cli.rundir.record import read_record  # pydantic, which rank 0 of such a run needs
             from scaletrain_cli.worker.trackers import start_trackers

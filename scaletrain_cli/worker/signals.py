@@ -10,6 +10,13 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Time of the grace period that is left when the rank exits by itself.
+_LAST_SECONDS, _LAST_SHARE = 5.0, 0.1
+
+
+def own_exit_seconds(grace_seconds: float) -> float:
+    """Return the seconds after the first signal at which a rank exits by itself, before it would be killed."""
+    return grace_seconds - min(_LAST_SECONDS, _LAST_SHARE * grace_seconds)
 
 
 class PreemptionFlag:
