@@ -41,7 +41,7 @@ class StageSwitch:
 
     def enter(self, step: int, rate: float) -> bool:
         """Prepare to train a step (1-based) with this scheduled learning rate; return True if the engine is new."""
-        changed = self._is_elsewhere(step)
+        changed = self.is_due(step)
         if changed:
             held = self.checkpointer.state_in_memory()
             generators = random_state(self.device)
@@ -53,7 +53,7 @@ class StageSwitch:
 
     def is_due(self, step: int) -> bool:
         """Return True if this step is trained by another engine than the present one."""
-        return self._is_elsewhere(step)
+        return self.stage is not None and not self.stage.first_step <= max(1, step) <= self.stage.last_step
 
     def summary(self) -> dict[str, int]:
         """Return the last step of the stage and the number of tensors that train in it, for an event."""
@@ -62,12 +62,9 @@ class StageSwitch:
 
     def prepare_restore(self, step: int) -> None:
         """Build the engine that trained a step, if it is another one; its state is still to be restored."""
-        if self._is_elsewhere(step):
+        if self.is_due(step):
             self.checkpointer.finish()
             self._build(step)
-
-    def _is_elsewhere(self, step: int) -> bool:
-        return self.stage is not None and not self.stage.first_step <= max(1, step) <= self.stage.last_step
 
     def _build(self, step: int) -> None:
         """Replace the engine by that of another stage, with the present weights in the dtype of the forward pass."""

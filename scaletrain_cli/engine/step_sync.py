@@ -70,11 +70,10 @@ class StepSync:
         """Record that a save of the state after ``step`` steps starts."""
         self.schedule.begin_at(step)
         self._requested = False
-        if self.ranks.rank == 0:
-            self._take_file()  # this save answers the request
+        self.clear_save_request()  # which this save answers
 
     def clear_save_request(self) -> None:
-        """Remove a save request that arrived during the last save of a finished run."""
+        """Remove a save request, as one that arrived during the last save of a finished run."""
         if self.ranks.rank == 0:
             self._take_file()
 

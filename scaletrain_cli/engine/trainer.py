@@ -322,12 +322,11 @@ class Trainer:
 
     def _enter_stage(self, step: int, rate: float) -> None:
         """Begin the step, with another engine if a training stage begins: that takes as long as the set-up of a run."""
-        if not self.stages.is_due(step):
-            self.heartbeat.beat(step, "step", self.profiler.allowed_seconds)
-            self.stages.enter(step, rate)
-            return
-        self.heartbeat.beat(step, "set-up")
+        is_new = self.stages.is_due(step)
+        self.heartbeat.beat(step, "set-up" if is_new else "step", None if is_new else self.profiler.allowed_seconds)
         self.stages.enter(step, rate)
+        if not is_new:
+            return
         self.step_sync.state_check.forget(step - 1)
         self._report("stage", step=step, **self.stages.summary())
         self.heartbeat.beat(step, "step", self.heartbeat.first_step_seconds)

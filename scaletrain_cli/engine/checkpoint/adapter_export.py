@@ -1,6 +1,7 @@
 """Export a run with adapters: as a PEFT folder, or merged into the weights of the base model."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -64,11 +65,10 @@ class MergedWeights:
 
     saved: Weights
     model: ModelSpec
-    modules: dict[str, Adapted]
 
-    @classmethod
-    def of(cls, saved: Weights, model: ModelSpec) -> "MergedWeights":
-        return cls(saved, model, module_of_weight(modules_with_adapter(model)))
+    @cached_property
+    def modules(self) -> dict[str, Adapted]:
+        return module_of_weight(modules_with_adapter(self.model))
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a weight in fp32."""

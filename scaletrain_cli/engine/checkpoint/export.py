@@ -390,7 +390,7 @@ def export(
     kind = AVERAGE if averaged else WEIGHT
     sources: list[Weights] = [_open(checkpoint, kind, spec.model) for checkpoint in checkpoints]
     if isinstance(spec.model, ModelSpec) and spec.model.adapter is not None:
-        sources = [MergedWeights.of(source, spec.model) for source in sources]
+        sources = [MergedWeights(source, spec.model) for source in sources]
     with _draft_of(output) as draft:
         written = draft / "config.json"
         create_file(written, json.dumps(config, indent=2) + "\n", public=True)

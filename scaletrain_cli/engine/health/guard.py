@@ -275,20 +275,18 @@ class Guard:
         ``measured``: finite values of ``loss``, of ``grad_norm`` unless fp16 skipped the step, and with fp16 of
         ``loss_scale`` and ``skipped``.
         """
-        loss, norm, found = measured["loss"], measured.get("grad_norm"), list[GuardFinding]()
+        loss, norm, found = measured["loss"], measured.get("grad_norm"), dict[str, dict[str, Any] | None]()
         if "loss_scale" in measured:
             collapse = self._scale.observe(measured["loss_scale"], skipped=bool(measured["skipped"]))
-            found += [GuardFinding("loss-scale-collapsed", collapse)] if collapse else []
+            found["loss-scale-collapsed"] = collapse
         if norm is not None:
             dead = self._dead.is_dead(norm, self._spikes.median_norm)
-            died = self._dead.observe(norm, dead=dead)
-            found += [GuardFinding("dead-gradients", died)] if died else []
+            found["dead-gradients"] = self._dead.observe(norm, dead=dead)
             norm = None if dead else norm
         status = self._spikes.observe(step, loss, norm)
         if self._flat is not None:
-            flat = self._flat.observe(step, loss, self._spikes.recent_losses)
-            found += [GuardFinding("flat-loss", flat)] if flat else []
-        return status, found
+            found["flat-loss"] = self._flat.observe(step, loss, self._spikes.recent_losses)
+        return status, [GuardFinding(event, evidence) for event, evidence in found.items() if evidence]
 
     def expect_new_level(self) -> None:
         """Forget the level of losses and norms so far, because the next step trains on another mixture of data."""

@@ -221,18 +221,15 @@ class StateCheck:
                 self.checkpointer.compared_step = self._compared.step
             return
         found = self.consensus.gather([_in_62_bits(value) for value in self._compared.fetch()])
-        verdict = None if found is None else self._blamed(self._compared.step, found)
-        verdict = self.consensus.follow_rank_zero(verdict)
-        assert verdict is not None
-        reason, named = verdict
-        self.heartbeat.beat(self._compared.step, "save")
+        step = self._compared.step
+        reason, named = self.consensus.from_rank_zero(lambda: self._blamed(step, found or ()))
+        self.heartbeat.beat(step, "save")
         self.checkpointer.finish()
         self.checkpointer.forget_copies(self.clean_step)
         if self.ranks.rank == 0:
             set_aside_newer(self.checkpointer.folder, self.clean_step, self.attempt)
             forget_newer(self.run, self.clean_step)
         details = {"attempt": self.attempt, "clean_step": self.clean_step, "ranks": named, "message": str(reason)}
-        step = self._compared.step
         report_event(self.run, self.ranks.rank, CORRUPTION_EVENT, step=step, **details, **reason.to_document())
         self.consensus.barrier()
         if len(named) != 1:
