@@ -332,10 +332,10 @@ def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: Samp
 
 def _describe_classes(objective: Objective, train: Samples) -> None:
     """Tell the objective the names of the classes of images, and if an image may have several."""
-    from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages  # which needs Pillow
+    from scaletrain_cli.engine.data.images.opening import JoinedImages  # which needs Pillow
     from scaletrain_cli.engine.objectives.images import ImageObjective
 
-    if isinstance(objective, ImageObjective) and isinstance(train, ImageSamples | JoinedImages):
+    if isinstance(objective, ImageObjective) and isinstance(train, JoinedImages):
         objective.describe_classes(train.class_names, several_labels=train.several_labels)
 
 
@@ -384,13 +384,13 @@ def _least_loss(spec: RunSpec, layout: Layout, objective: Objective, train: Samp
         return first_loss(spec.training.dpo)
     if not is_of_images(spec):
         return 0.0
-    from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages  # which needs Pillow
+    from scaletrain_cli.engine.data.images.opening import JoinedImages  # which needs Pillow
     from scaletrain_cli.engine.objectives.images import ImageObjective
 
     if not isinstance(objective, ImageObjective):
         return 0.0
     targets = None
-    if spec.training.objective == "regression" and isinstance(train, ImageSamples | JoinedImages):
+    if spec.training.objective == "regression" and isinstance(train, JoinedImages):
         apart = -(-len(train) // _TARGETS_READ)
         labels = [train.label(number) for number in range(0, len(train), apart)]
         targets = torch.tensor(labels, dtype=torch.float32)

@@ -324,7 +324,7 @@ class BatchReader:
     def _sources(self, indices: list[list[int]]) -> Tensor | None:
         if not isinstance(self.sequences, JoinedSequences | JoinedRows):
             return None
-        return torch.tensor([[self.sequences.source_of(index) for index in micro] for micro in indices])
+        return torch.tensor([[self.sequences.located(index)[0] for index in micro] for micro in indices])
 
     def _rows(
         self,

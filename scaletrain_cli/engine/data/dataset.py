@@ -44,8 +44,10 @@ class Joined:
             parts.append(each.part(low, high - low))
         return type(self)(tuple(parts))  # type: ignore[call-arg]
 
-    def source_of(self, index: int) -> int:
-        return bisect_right(self.starts, index) - 1
+    def located(self, index: int) -> tuple[int, int]:
+        """Return the number of the source of a sample, and the number of the sample in it."""
+        source = bisect_right(self.starts, index) - 1
+        return source, index - self.starts[source]
 
     def by_source(self, indices: Sequence[int]) -> Iterator[tuple[Any, npt.NDArray[np.int64], list[int]]]:
         """Yield each source that has some of these samples, their places in ``indices``, and their numbers in it."""
@@ -142,10 +144,9 @@ class JoinedSequences(Joined, TextSequences):
         return rows
 
     def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        number = self.source_of(first)
-        start = self.starts[number]
+        number, own = self.located(first)
         assert last <= self.starts[number + 1], "sequences of one source"
-        return self.sources[number].document_ends_within(first - start, last - start)
+        return self.sources[number].document_ends_within(own, own + last - first)
 
     def document_ends_in(self, indices: npt.NDArray[np.int64]) -> int:
         return sum(source.document_ends_in(np.array(own)) for source, _, own in self.by_source(indices.tolist()))

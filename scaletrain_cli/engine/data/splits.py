@@ -109,14 +109,10 @@ class RunData:
     def samples(self) -> Samples:
         """The training samples of all sources, one after another."""
         found = tuple(self.train.values())
-        if len(found) == 1:
-            return found[0]
-        texts = tuple(each for each in found if isinstance(each, TextSequences))
-        if texts:
-            return JoinedSequences(texts)
-        rows = [each for each in found if isinstance(each, RowSequences)]
-        if rows:
-            return JoinedRows.of(rows)
+        if texts := tuple(each for each in found if isinstance(each, TextSequences)):
+            return JoinedSequences(texts) if len(texts) > 1 else texts[0]
+        if rows := [each for each in found if isinstance(each, RowSequences)]:
+            return JoinedRows.of(rows) if len(rows) > 1 else rows[0]
         from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages  # which needs Pillow
 
         return JoinedImages(tuple(each for each in found if isinstance(each, ImageSamples)))

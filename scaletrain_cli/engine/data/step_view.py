@@ -163,18 +163,16 @@ class _Samples:
         first = (number - 1) * layout.global_batch_size
         sample = first + (place.micro_batch * layout.data_parallel + place.replica) * size + place.row
         sequence = self._order(sample)
-        sources, own = list(self._data.sizes), sequence
-        source = 0
+        source, own = 0, sequence
         if isinstance(self._sequences, JoinedSequences | JoinedRows):
-            source = self._sequences.source_of(sequence)
-            own -= self._sequences.starts[source]
+            source, own = self._sequences.located(sequence)
         pairs = isinstance(self._sequences, RowSamples) and self._sequences.pairs
         rows = {"chosen": place.row, "rejected": place.row + size} if pairs else {"text": place.row}
         part = _mesh(layout, place.replica, rank).part
         places = part.places(micro.tokens.shape[1] * part.ranks).tolist()
         return {
             "sample": sample,
-            "source": sources[source],
+            "source": list(self._data.sizes)[source],
             "sequence": own,
             "micro_batch": place.micro_batch + 1,
             "replica": place.replica,

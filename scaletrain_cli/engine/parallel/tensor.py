@@ -94,22 +94,18 @@ def _placement(layer: nn.Module, module: Adapted, axis: Axis) -> Placement:
     if isinstance(layer, RowParallelLinear):
         return Placement(shard_a=along(1), reduce=sum_products, first_input=module.inputs // axis.size * axis.rank)
     if isinstance(layer, VocabularyParallelEmbedding):
-        return Placement(shard_a=along(1), lookup=_lookup(axis, layer.first))
+        return Placement(shard_a=along(1), lookup=partial(_looked_up, first=layer.first, axis=axis))
     if module.kind == "head":
         return Placement(shard_b=along(0))
     return Placement()  # a layer that every tensor rank has, such as an embedding of positions
 
 
-def _lookup(axis: Axis, first: int) -> Any:
-    """Return a lookup in rows [tokens of the rank, rank of the adapter], as that of a sharded embedding."""
-
-    def lookup(tokens: Tensor, rows: Tensor) -> Tensor:
-        numbers = tokens - first
-        elsewhere = (numbers < 0) | (numbers >= len(rows))
-        found = F.embedding(numbers.masked_fill(elsewhere, 0), rows)
-        return sum_over_ranks(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), axis)
-
-    return lookup
+def _looked_up(tokens: Tensor, rows: Tensor, first: int, axis: Axis) -> Tensor:
+    """Return the rows of tokens: of each the one of the rank that has it. ``rows``: of this rank, from ``first`` on."""
+    numbers = tokens - first
+    elsewhere = (numbers < 0) | (numbers >= len(rows))
+    found = F.embedding(numbers.masked_fill(elsewhere, 0), rows)
+    return sum_over_ranks(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), axis)
 
 
 # Cross-entropy over a vocabulary that is sharded over tensor ranks: no rank holds all logits of a token.
@@ -250,14 +246,11 @@ class VocabularyParallelEmbedding(nn.Module):
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
         self.axis, spec = axis, ShardSpec(0, axis.size, axis.rank)
-        ((self.first, self.held),) = spec.spans(len(whole.weight))
+        ((self.first, _),) = spec.spans(len(whole.weight))
         self.weight = sharded(whole.weight, spec)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = tokens - self.first
-        elsewhere = (rows < 0) | (rows >= self.held)
-        vectors = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return sum_over_ranks(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis)
+        return _looked_up(tokens, self.weight, self.first, self.axis)
 
 
 class NormOverHeads(nn.Module):

@@ -160,13 +160,14 @@ def duplicates(trials: Trials) -> Item:
 
 def _contents(trials: Trials) -> Iterator[bytes]:
     """Yield a hash of each of some samples of the training split, at equal distances."""
-    reader, samples = trials.trainer.training, trials.trainer.data.samples
+    reader = trials.trainer.training
+    samples: Any = trials.trainer.data.samples
     count = min(_READ, len(samples))
     for number in (at * len(samples) // count for at in range(count)):
         if isinstance(reader, BatchReader):
             content = _tokens(reader.sequences, number).tobytes()
         else:
-            content = _image(samples, number)
+            content = samples.read(number).image
         yield hashlib.blake2b(content, digest_size=8).digest()
 
 
@@ -176,15 +177,6 @@ def _tokens(sequences: TextSequences | RowSamples, number: int) -> npt.NDArray[A
         rows = sequences.read([number], sequences.seq_len)
         return np.asarray(rows.tokens[rows.real])
     return np.asarray(sequences.rows([number]))
-
-
-def _image(samples: Any, number: int) -> bytes:
-    for source in samples.sources:
-        if number < len(source):
-            found: bytes = source.read(number).image
-            return found
-        number -= len(source)
-    raise IndexError(number)
 
 
 def first_loss(trials: Trials) -> Item:

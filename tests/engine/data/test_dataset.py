@@ -231,7 +231,7 @@ def test_several_sources_are_one_behind_the_other(tmp_path: Path) -> None:
     named = [(0, n) for n in range(len(sources[0]))] + [(1, 4 + n) for n in range(6)]
     named += [(2, n) for n in range(len(sources[2]))]
     order = random.Random(1).sample(range(len(joined)), len(joined))
-    assert [joined.source_of(index) for index in order] == [named[index][0] for index in order]
+    assert [joined.located(index)[0] for index in order] == [named[index][0] for index in order]
     rows = joined.rows(order)
     for index, row in zip(order, rows, strict=True):
         source, place = named[index]

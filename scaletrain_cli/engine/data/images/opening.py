@@ -100,8 +100,13 @@ class JoinedImages(Joined):
 
     def label(self, index: int) -> int | tuple[float, ...] | None:
         """Return the label of a sample, counted from 0 over all sources."""
-        source = self.source_of(index)
-        return self.sources[source].label(index - self.starts[source])
+        source, own = self.located(index)
+        return self.sources[source].label(own)
+
+    def read(self, index: int) -> ImageSample:
+        """Return a sample, counted from 0 over all sources."""
+        source, own = self.located(index)
+        return self.sources[source].read(own)
 
 
 def open_sources(

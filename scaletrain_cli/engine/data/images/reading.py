@@ -3,8 +3,6 @@
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +12,7 @@ from PIL import Image
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.images.decode import MODES, BadImageError, decode
 from scaletrain_cli.data.images.samples import ImageSource
+from scaletrain_cli.engine.data.dataset import Joined
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch, ImageStepBatch
 from scaletrain_cli.engine.data.images.captions import CaptionTokenizer
 from scaletrain_cli.engine.data.images.mixing import mix_of_pair
@@ -70,7 +69,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ImageBatchReader:
+class ImageBatchReader(Joined):
     """Reads the batches of images of one data-parallel rank.
 
     The samples of a batch, their random changes and their mixes are functions of the seed and of numbers: that of the
@@ -102,9 +101,6 @@ class ImageBatchReader:
         size = self.layout.micro_batch_size
         if self.transform.augment.mixes and size % 2:
             raise UsageError(Reason("data.mixing-odd-micro-batch", {"given": size}))
-
-    def __len__(self) -> int:
-        return self._starts[-1]
 
     def batch(self, number: int) -> ImageStepBatch:
         """Return this rank's part of the global batch with this number (1-based)."""
@@ -144,8 +140,7 @@ class ImageBatchReader:
         first = ((number - 1) * self.layout.data_parallel + self.mesh.data.rank) * size
         numbers = list(range(first, first + size))
         stored = [min(each, count - 1) for each in numbers]
-        sources = np.searchsorted(self._starts, stored, side="right") - 1
-        places = [_Place(s, 0, each - self._starts[s]) for s, each in zip(sources.tolist(), stored, strict=True)]
+        places = [_Place(source, 0, own) for source, own in map(self.located, stored)]
         batch = self._read([places], [numbers], training=False)
         if count % (size * self.layout.data_parallel):
             batch = batch._replace(real=batch.samples < count)
@@ -155,11 +150,6 @@ class ImageBatchReader:
         """Yield this rank's micro-batches of an evaluation of the first ``count`` samples; see ``round``."""
         for number in range(1, self.rounds(count) + 1):
             yield from self.round(number, count).micro_batches()
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """The number of the first sample of each source among those of all, and the number of all samples."""
-        return [0, *accumulate(map(len, self.sources))]
 
     def _place(self, sample: int) -> _Place:
         source, position = (0, sample) if self.order is None else self.order.mixture.place(sample)
@@ -204,7 +194,7 @@ class ImageBatchReader:
             tokens=None if self.captions is None else torch.from_numpy(self.captions.encode(captions)).view(*shape, -1),
             erased=torch.from_numpy(boxes).flatten(1, 2) if erases else None,
             sources=sources if len(self.sources) > 1 else None,
-            numbers=torch.tensor([[self._starts[each.source] + each.number for each in micro] for micro in places]),
+            numbers=torch.tensor([[self.starts[each.source] + each.number for each in micro] for micro in places]),
         )
 
 

@@ -59,7 +59,7 @@ class ShownImages:
             raise UsageError(Reason("data.row-out-of-range", {"rows": len(samples), "row": first}))
         reader = image_reader(self._spec, samples, self._layout, Mesh())
         for number in range(first - 1, min(first - 1 + count, len(samples))):
-            source, own = _place(samples, number)
+            source, own = samples.located(number)
             sample = samples.sources[source].read(own)
             about = {"number": number + 1, **self._described(reader, source, sample)}
             image = decode(sample.image, sample.place, reader.transform.channels)
@@ -84,13 +84,12 @@ class ShownImages:
                 batches = {replica: reader.batch(number).micro_batches()}
             batch = batches[replica][micro]
             assert batch.numbers is not None
-            source, own = _place(samples, int(batch.numbers[row]))
-            sample = samples.sources[source].read(own)
+            source, _ = samples.located(int(batch.numbers[row]))
+            sample = samples.read(int(batch.numbers[row]))
             place = {"sample": int(batch.samples[row]), "micro_batch": micro + 1, "replica": replica}
             about = {**place, "number": int(batch.numbers[row]) + 1, **self._described(reader, source, sample)}
             if batch.mix is not None and (share := float(batch.mix[row, 0])) < 1:
-                other, at = _place(samples, int(batch.numbers[row ^ 1]))
-                partner = self._labeled(reader, samples.sources[other].read(at))
+                partner = self._labeled(reader, samples.read(int(batch.numbers[row ^ 1])))
                 kind = "cutmix" if float(batch.mix[row, 3]) > 0 else "mixup"
                 about["mix"] = {"kind": kind, "share": share, "with": partner["class"]}
             yield about, Picture(_text(about), self._seen(batch, row))
@@ -147,15 +146,6 @@ class ShownImages:
             "tokens": tokens,
             "cut": cut,
         }
-
-
-def _place(samples: ImageSamples | JoinedImages, number: int) -> tuple[int, int]:
-    """Return the source of a sample, and its number there, by its number among those of all sources; from 0 on."""
-    for source, each in enumerate(samples.sources):
-        if number < len(each):
-            return source, number
-        number -= len(each)
-    raise IndexError(number)
 
 
 def label_text(about: Mapping[str, Any]) -> str:
