@@ -155,7 +155,7 @@ def assemble(
         faults=faults,
         average=average,
         local_sgd=local_sgd,
-        replicated={} if stepper.adaptive_clip is None else {"adaptive_clip": stepper.adaptive_clip},
+        adaptive_clip=stepper.adaptive_clip,
         base=base,
         copies=open_memory_copies(
             run,

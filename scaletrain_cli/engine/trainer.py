@@ -236,7 +236,7 @@ class Trainer:
     def _train_step(self, state: LoopState) -> None:
         """Train one optimizer step and advance ``state`` to it."""
         state.step += 1
-        state.evaluation_due = self.validation.is_due(state.step)
+        state.evaluation_due = self.record.spec.evaluates_after(state.step)
         self.profiler.before_step(state.step)
         with self.ledger.during("step"), profiled(STEP):
             self.optimizer_step(state.step)
@@ -357,7 +357,7 @@ class Trainer:
             self._report("batch-norm-images", step=begin.step, before=before, now=now)
         self.step_sync.schedule.begin_at(begin.saved_step)
         self.ledger.set_up_is_done()
-        due = self.validation.is_due(begin.step) and not begin.evaluated
+        due = self.record.spec.evaluates_after(begin.step) and not begin.evaluated
         state = LoopState(begin.step, self._last_step, due, list(begin.validations))
         if begin.evaluated and self.validation.stops_early(state.validations):
             state.last_step = state.step

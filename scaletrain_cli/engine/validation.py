@@ -70,9 +70,6 @@ class Validation:
         """The reader of the images of ``evaluation.zero_shot`` by its name; empty without any."""
         return {} if self.zero_shot is None else {ZERO_SHOT: self.zero_shot.reader}
 
-    def is_due(self, step: int) -> bool:
-        return self.record.spec.evaluates_after(step)
-
     @torch.no_grad()
     def measure(self, step: int, ahead: ReadAhead, metrics: MetricsLog) -> dict[str, float] | None:
         """Log and return the mean validation loss over the first ``evaluation.batches`` global batches, and measures.

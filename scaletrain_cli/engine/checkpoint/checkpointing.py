@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from scaletrain_cli.engine.checkpoint.exchange import HeldState, exchange
 from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
@@ -24,6 +24,7 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.clipping import AdaptiveClip
 from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
@@ -50,16 +51,6 @@ from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
-
-
-class Stateful(Protocol):
-    """A small part of the state that is the same on every rank."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
 
 
 @dataclass(frozen=True)
@@ -125,22 +116,22 @@ class Checkpointer:
         faults: Faults,
         average: WeightAverage | None,
         local_sgd: LocalSGD | None = None,
-        replicated: dict[str, Stateful],
+        adaptive_clip: AdaptiveClip | None,
         base: BaseFiles | None = None,
         copies: MemoryCopies | None = None,
         expected_seconds: float,
     ) -> None:
         """``consensus``: with a timeout that is as long as a save may take.
 
-        ``replicated``: further state that is the same on every rank, by name. ``base``: the files with the weights that
-        checkpoints do not store. ``copies``: of the state in host memory. ``expected_seconds``: the planned time of a
-        save until it is committed, replaced by the measured one after the first save.
+        ``base``: the files with the weights that checkpoints do not store. ``copies``: of the state in host memory.
+        ``expected_seconds``: the planned time of a save until it is committed, replaced by the measured one after the
+        first save.
         """
         self._run, self._spec, self._ranks, self._consensus = run, spec.checkpoint, ranks, consensus
         self.folder = checkpoint_folder(run, spec)
         self._composed, self._mesh, self._base = composed, mesh, base
         self._not_stored = base_names(spec)
-        self._average, self._attempt, self._replicated = average, attempt, replicated
+        self._average, self._attempt, self._adaptive_clip = average, attempt, adaptive_clip
         self.copies = copies
         self._local_sgd = local_sgd
         self.engine_was_built()
@@ -157,31 +148,27 @@ class Checkpointer:
 
     def engine_was_built(self) -> None:
         """Save and restore the present engine from now on."""
-        self._states = ShardedState(self._composed.engine, self._composed.model, self._mesh, self._not_stored)
-        self._snapshot = Snapshot(self._states, self._average, self._local_sgd)
-        self._copied = Snapshot(self._states, self._average, self._local_sgd)  # a save may still read the other one
+        self.states = ShardedState(self._composed.engine, self._composed.model, self._mesh, self._not_stored)
+        self._snapshot = Snapshot(self.states, self._average, self._local_sgd)
+        self._copied = Snapshot(self.states, self._average, self._local_sgd)  # a save may still read the other one
         self._allocated = False
         if self.copies is not None:
             self.copies.layout_changed()
-
-    @property
-    def states(self) -> ShardedState:
-        return self._states
 
     def state_in_memory(self) -> HeldState:
         """Return the state of the optimizer on this rank, in host memory; finishes the save in flight."""
         self.finish()
         entries, counts = self._snapshot.take()
-        trained = {placed.slice.name: placed.slice for shard in self._states.shards for placed in shard.owned}
+        trained = {placed.slice.name: placed.slice for shard in self.states.shards for placed in shard.owned}
         return HeldState(
             trained, {entry.key: entry.values for entry in entries}, counts, counters(self._composed.engine)
         )
 
     def restore_from_memory(self, held: HeldState) -> None:
         """Continue the present engine from the state of an earlier one, for the parameters that both train."""
-        needed = {placed.slice.name: placed.slice for shard in self._states.shards for placed in shard.slices}
-        state = exchange(held, needed, self._consensus, self._states.device)
-        restore_state(state, self._states, None, self._composed.engine)
+        needed = {placed.slice.name: placed.slice for shard in self.states.shards for placed in shard.slices}
+        state = exchange(held, needed, self._consensus, self.states.device)
+        restore_state(state, self.states, None, self._composed.engine)
         set_counters(self._composed.engine, held.counters)
 
     def allocate(self) -> None:
@@ -272,9 +259,9 @@ class Checkpointer:
     def _take(self, snapshot: Snapshot, client_state: dict[str, Any]) -> tuple[ShardHeader, list[Entry], str]:
         """Copy the state by ``snapshot``; return what the file of this rank has, and the content of ``STATE_FILE``."""
         entries, counts = snapshot.take()
-        header = ShardHeader(self._ranks.rank, self._states.owned, counts.usual, counts.others)
-        entries.append(Entry(RANDOM, random_state(self._states.device)))
-        parts = {name: part.state_dict() for name, part in self._replicated.items()}
+        header = ShardHeader(self._ranks.rank, self.states.owned, counts.usual, counts.others)
+        entries.append(Entry(RANDOM, random_state(self.states.device)))
+        parts = {} if self._adaptive_clip is None else {"adaptive_clip": self._adaptive_clip.state_dict()}
         if self._average is not None:
             parts["average"] = {"taken": self._average.taken}
         if self._local_sgd is not None:
@@ -302,7 +289,7 @@ class Checkpointer:
         self.copies.begin(
             step,
             *taken,
-            needed=self._states.needed,
+            needed=self.states.needed,
             blocked_seconds=time.monotonic() - began,
             before_complete=before_complete,
         )
@@ -404,7 +391,7 @@ class Checkpointer:
         it can read.
         """
         self.finish()
-        owned = list(self._states.owned.values())
+        owned = list(self.states.owned.values())
         reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files)
         state = json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8"))
         if self._base is not None:
@@ -416,16 +403,16 @@ class Checkpointer:
         if saved_groups != groups:
             params = {"checkpoint": checkpoint.path.name, "saved": saved_groups, "groups": groups}
             raise UsageError(Reason("engine.local-sgd-groups-differ", params))
-        restore_state(reader, self._states, self._average, self._composed.engine, self._local_sgd)
+        restore_state(reader, self.states, self._average, self._composed.engine, self._local_sgd)
         self._snapshot.frozen_changed()
         self._copied.frozen_changed()
         set_counters(self._composed.engine, state["counters"])
-        for name, part in self._replicated.items():
-            part.load_state_dict(state["parts"][name])
+        if self._adaptive_clip is not None:
+            self._adaptive_clip.load_state_dict(state["parts"]["adaptive_clip"])
         if self.compared_step is not None:
             self.compared_step = state["parts"].get("outputs", {}).get("compared_step", checkpoint.step)
         if (saved := reader.random_state()) is not None:
-            restore_random_state(saved, self._states.device)
+            restore_random_state(saved, self.states.device)
         if checkpoint.path.parent == self.folder:  # else a copy in host memory, which is still to be saved
             self.committed_step = checkpoint.step
             self._unmarked = set() if checkpoint.clean else {checkpoint.step}

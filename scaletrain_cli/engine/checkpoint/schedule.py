@@ -58,15 +58,11 @@ class CheckpointSchedule:
         self, every: int | Literal["auto"], planned_interval_steps: int, seconds_between_losses: float | None
     ) -> None:
         self._every = every
-        self._interval_steps = planned_interval_steps if every == "auto" else every
+        self.interval_steps = planned_interval_steps if every == "auto" else every
         self._seconds_between_losses = seconds_between_losses
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._saves: deque[tuple[float, float]] = deque(maxlen=_SAVES_KEPT)
         self._saved_at = 0
-
-    @property
-    def interval_steps(self) -> int:
-        return self._interval_steps
 
     @property
     def step_seconds(self) -> float | None:
@@ -83,7 +79,7 @@ class CheckpointSchedule:
             return False
         if self._every != "auto":
             return step % self._every == 0
-        return step - self._saved_at >= self._interval_steps
+        return step - self._saved_at >= self.interval_steps
 
     def step_took(self, seconds: float) -> None:
         self._steps.append(seconds)
@@ -94,4 +90,4 @@ class CheckpointSchedule:
         if self._every == "auto" and self._seconds_between_losses is not None and self._steps:
             blocked, whole = (median(parts) for parts in zip(*self._saves, strict=True))
             step, losses = median(self._steps), 1 / self._seconds_between_losses
-            self._interval_steps = best_interval_steps(step, max(blocked, whole), max(blocked, 1e-6), losses)
+            self.interval_steps = best_interval_steps(step, max(blocked, whole), max(blocked, 1e-6), losses)

@@ -53,34 +53,20 @@ class SpikeGuard:
 
     def __init__(self, factor: float, patience: int, least_loss: float = 0.0) -> None:
         self._factor, self._patience, self._least_loss = factor, patience, least_loss
-        self._losses: deque[float] = deque(maxlen=_WINDOW_STEPS)
+        self.losses: deque[float] = deque(maxlen=_WINDOW_STEPS)  # recent ones without outliers, oldest first
         self._norms: deque[float] = deque(maxlen=_WINDOW_STEPS)
-        self._outliers: list[Outlier] = []
-        self._healthy = 0
-
-    @property
-    def recent_losses(self) -> Sequence[float]:
-        """Recent losses without outliers, oldest first."""
-        return self._losses
-
-    @property
-    def outliers(self) -> Sequence[Outlier]:
-        """The outliers in a row up to the last step; empty if that was healthy."""
-        return self._outliers
+        self.outliers: list[Outlier] = []  # in a row up to the last step; empty if that was healthy
+        self.healthy_steps = 0
 
     @property
     def median_loss(self) -> float | None:
         """Median of recent losses; None for fewer than 8."""
-        return median(self._losses) if len(self._losses) >= _FEWEST_LOSSES else None
+        return median(self.losses) if len(self.losses) >= _FEWEST_LOSSES else None
 
     @property
     def median_norm(self) -> float | None:
         """Median of recent norms; None for fewer than 32."""
         return median(self._norms) if len(self._norms) >= _FEWEST_NORMS else None
-
-    @property
-    def healthy_steps(self) -> int:
-        return self._healthy
 
     @property
     def steps_until_clean(self) -> int:
@@ -90,22 +76,22 @@ class SpikeGuard:
     def observe(self, step: int, loss: float, grad_norm: float | None) -> StepStatus:
         """Return the status of a step, compared with those before it. Both values are finite, if not None."""
         if not (self._is_loss_outlier(loss) or (grad_norm is not None and self._is_norm_outlier(grad_norm))):
-            self._losses.append(loss)
+            self.losses.append(loss)
             if grad_norm is not None:
                 self._norms.append(grad_norm)
-            self._outliers, self._healthy = [], self._healthy + 1
+            self.outliers, self.healthy_steps = [], self.healthy_steps + 1
             return "fine"
-        self._outliers.append(Outlier(step, loss, grad_norm))
-        self._healthy = 0
-        found: StepStatus = "spike" if len(self._outliers) == self._patience else "suspicious"
-        if len(self._outliers) == max(_NEW_LEVEL_STEPS, self._patience + 1):
+        self.outliers.append(Outlier(step, loss, grad_norm))
+        self.healthy_steps = 0
+        found: StepStatus = "spike" if len(self.outliers) == self._patience else "suspicious"
+        if len(self.outliers) == max(_NEW_LEVEL_STEPS, self._patience + 1):
             for window, values in (
-                (self._losses, [outlier.loss for outlier in self._outliers]),
-                (self._norms, [outlier.grad_norm for outlier in self._outliers if outlier.grad_norm is not None]),
+                (self.losses, [outlier.loss for outlier in self.outliers]),
+                (self._norms, [outlier.grad_norm for outlier in self.outliers if outlier.grad_norm is not None]),
             ):
                 window.clear()
                 window.extend(values)
-            self._outliers = []
+            self.outliers = []
         return found
 
     def _is_loss_outlier(self, loss: float) -> bool:
@@ -113,12 +99,12 @@ class SpikeGuard:
         if median is None:
             return False
         median = max(median, self._least_loss)
-        if len(self._losses) < _FEWEST_LOSSES_FOR_SPREAD:
+        if len(self.losses) < _FEWEST_LOSSES_FOR_SPREAD:
             return loss > self._factor * median
         lenient = max(1.0, self._factor / _USUAL_FACTOR)  # a larger factor widens the spread, too
         if loss <= min(median + lenient * ((_LOSS_RATIO - 1) * median), self._factor * median):
             return False  # whatever the deviation is, which takes longer to find
-        spread = lenient * max((_LOSS_RATIO - 1) * median, _LOSS_DEVIATIONS * deviation(self._losses, median))
+        spread = lenient * max((_LOSS_RATIO - 1) * median, _LOSS_DEVIATIONS * deviation(self.losses, median))
         return loss > min(median + spread, self._factor * median)
 
     def _is_norm_outlier(self, norm: float) -> bool:
@@ -129,23 +115,23 @@ class SpikeGuard:
 
     def expect_new_level(self) -> None:
         """Forget the level of losses and norms so far, because the next step trains on other data."""
-        self._losses.clear()
+        self.losses.clear()
         self._norms.clear()
-        self._outliers = []
+        self.outliers = []
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "losses": list(self._losses),
+            "losses": list(self.losses),
             "norms": list(self._norms),
-            "outliers": [list(outlier) for outlier in self._outliers],
-            "healthy": self._healthy,
+            "outliers": [list(outlier) for outlier in self.outliers],
+            "healthy": self.healthy_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._losses = deque(state["losses"], maxlen=_WINDOW_STEPS)
+        self.losses = deque(state["losses"], maxlen=_WINDOW_STEPS)
         self._norms = deque(state["norms"], maxlen=_WINDOW_STEPS)
-        self._outliers = [Outlier(*outlier) for outlier in state["outliers"]]
-        self._healthy = state["healthy"]
+        self.outliers = [Outlier(*outlier) for outlier in state["outliers"]]
+        self.healthy_steps = state["healthy"]
 
 
 # Slow failures: a collapsing loss scale, dead gradients, a loss that does not fall. Each is reported once; checkpoints
@@ -285,7 +271,7 @@ class Guard:
             norm = None if dead else norm
         status = self._spikes.observe(step, loss, norm)
         if self._flat is not None:
-            found["flat-loss"] = self._flat.observe(step, loss, self._spikes.recent_losses)
+            found["flat-loss"] = self._flat.observe(step, loss, self._spikes.losses)
         return status, [GuardFinding(event, evidence) for event, evidence in found.items() if evidence]
 
     def expect_new_level(self) -> None:

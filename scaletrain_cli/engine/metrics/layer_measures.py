@@ -24,6 +24,7 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.metrics.step_measures import fetched_later
 from scaletrain_cli.engine.model.base import CausalLM, TrainedModel
 from scaletrain_cli.engine.model.materialization import matrices_of
+from scaletrain_cli.engine.model.rope import on_device
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus
@@ -132,7 +133,7 @@ class LayerProbe:
                 rows = [self._names[self._layers.of_matrix[placed.slice.name]] for placed in shard.owned]
                 places = [(placed.offset, placed.slice.numel) for placed in shard.owned]
                 if places:
-                    found[id(weight)] = _ShardParts(places, self._on_device(rows, weight.device), stride)
+                    found[id(weight)] = _ShardParts(places, on_device(rows, weight.device), stride)
             self._parts = found
             for name, module, place in self._layers.activations:
                 self._hooks.append(_hook(module, place, self._observing(name)))
@@ -243,10 +244,6 @@ class LayerProbe:
             self._copies.clear()
             logger.warning("the layers are not measured: %s: %s", type(error).__name__, error)
         self.seconds += time.perf_counter() - began
-
-    def _on_device(self, numbers: list[int], device: torch.device) -> Tensor:
-        """Return the numbers on a device, without waiting for it."""
-        return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _row(number: int, device: torch.device) -> Tensor:

@@ -137,13 +137,13 @@ def _longrope(frequencies: Tensor, scaling: RopeScalingSpec, original: int, long
     They apply to all positions of a row (arXiv:2402.13753), as in transformers with a batch of one row.
     """
     device = frequencies.device
-    short = _on_device(scaling.short_factor, device)
+    short = on_device(scaling.short_factor, device)
     if longest is None:
         return frequencies / short
-    return frequencies / torch.where(longest.unsqueeze(-1) > original, _on_device(scaling.long_factor, device), short)
+    return frequencies / torch.where(longest.unsqueeze(-1) > original, on_device(scaling.long_factor, device), short)
 
 
-def _on_device(numbers: Sequence[float] | None, device: torch.device) -> Tensor:
+def on_device(numbers: Sequence[float] | None, device: torch.device) -> Tensor:
     """Return the numbers on a device, without waiting for it."""
     return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
