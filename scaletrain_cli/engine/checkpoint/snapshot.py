@@ -205,10 +205,10 @@ def restore_state(
                     own[name] = int(count) if place is None else torch.tensor(count, dtype=torch.float32, device=place)
             if average is not None and average.taken:
                 averages.append(_whole(shard, AVERAGE + mark, reader).to(weight.device))
-    for frozen in (*states.frozen, *states.buffers):
+    for frozen in (*states.frozen, *states.buffers):  # which groups have alike
         for part, offset in frozen.slices:
-            if reader.has(WEIGHT + mark, part.name):
-                frozen.values[offset : offset + part.numel].copy_(reader.read(WEIGHT + mark, part))
+            if reader.has(WEIGHT, part.name):
+                frozen.values[offset : offset + part.numel].copy_(reader.read(WEIGHT, part))
     if average is not None:
         average.buffer_averages = [torch.empty_like(buffer) for buffer in average.buffers if average.taken]
         for buffers in states.buffers:

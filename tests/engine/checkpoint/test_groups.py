@@ -1,0 +1,46 @@
+"""What groups of local SGD save and read back."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
+from tests.engine.parity.dataset import write_dataset
+from tests.engine.parity.layouts import assembled
+from tests.engine.parity.rows import LOCAL_SGD, Row
+from tests.engine.ranks import on_ranks
+
+BIASED = (
+    *("model.num_experts_per_tok=2", "model.moe_intermediate_size=48"),
+    *("model.num_experts=4", "model.scoring_func=sigmoid", "model.topk_method=noaux_tc", "model.norm_topk_prob=true"),
+)
+
+
+def biases(path: Path, given: float | None) -> list[float]:
+    """Train a step from the newest checkpoint and save it, with the router's biases if they are given; return them."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = assembled(path, 1 if given is not None else 2)
+        step = trainer.resume().step
+        buffers = [each for name, each in trainer.composed.model.named_buffers() if name.endswith("correction_bias")]
+        if given is not None:
+            for buffer in buffers:
+                buffer.fill_(given)
+            assert trainer.prepare_batches(step)
+            trainer.optimizer_step(step + 1)
+            trainer.save(step + 1, wait=True)
+        return [float(each) for buffer in buffers for each in buffer]
+
+
+def test_every_group_reads_the_buffers_of_the_model_that_no_gradient_trains(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path)
+    spec = Row(1, data=2, overrides=(*BIASED, *LOCAL_SGD)).spec(dataset, steps=10)
+    created = create_run(spec, make_plan(spec))
+    open_attempt(created.run.checkpoints, 1)
+    before = on_ranks(2, biases, created.run.path, 0.25, connected=False)
+    open_attempt(created.run.checkpoints, 2)
+    assert on_ranks(2, biases, created.run.path, None, connected=False) == before
+    assert set(before[1]) == {0.25}
