@@ -23,13 +23,13 @@ BUILT_IN_FAMILIES = ("llama", "gpt")  # of transformers
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """What the spec, the planner and the diagnosis know of an optimizer, which the engine's ``BUILDERS`` build.
+    """The properties of an optimizer that the spec, the planner and the diagnosis use.
 
-    ``moment_bytes``: bytes of its fp32 states per parameter, without the fp32 master weight. ``unused``: the keys of
-    ``training.optimizer`` that it does not read; ``defaults``: its own defaults of others. ``offload``: where its step
-    runs beside the GPU. ``kind``: an Adam normalizes by moments of the gradient, SGD is proportional to it.
-    ``even_states``: each parameter has as many bytes of states, whatever its matrix. ``highest_usual_lr``: the
-    diagnosis proposes none above it.
+    ``moment_bytes``: bytes of its fp32 states per parameter, without the fp32 master weight. ``unused``: keys of
+    ``training.optimizer`` that have no effect on it. ``defaults``: default values of other keys, if they differ from
+    those of AdamW. ``offload``: values of ``layout.offload_device`` that it supports. ``kind``: ``adam`` divides by a
+    moment of the gradient, the update of ``sgd`` is proportional to the gradient. ``even_states``: every parameter has
+    the same number of bytes of states. ``highest_usual_lr``: the diagnosis proposes no higher learning rate.
     """
 
     moment_bytes: int = 0

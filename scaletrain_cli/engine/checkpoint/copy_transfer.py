@@ -83,9 +83,10 @@ def transfers_to_resume(
 
 
 class Content(NamedTuple):
-    """What a rank sends: the size of each file by name, their bytes in this order, and then the manifest.
+    """The files of a copy that a rank sends, with their sizes in bytes by name.
 
-    ``manifest`` may wait until it is written; it returns nothing if the files here are not complete.
+    ``parts``: the bytes of all files, in the order of ``sizes``. ``manifest``: called after all parts are sent. It may
+    wait until the manifest is written, and returns no bytes if this rank could not write its files.
     """
 
     sizes: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""What groups of local SGD save and read back."""
+"""Checkpoints of runs with several groups of local SGD."""
 
 from __future__ import annotations
 
