@@ -4,6 +4,8 @@ The folder never has more bytes than its limit, whatever is killed: a block is w
 held, after others were removed for it. Each block is fetched once, by the process that holds the lock of its group.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import hashlib
@@ -14,11 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from scaletrain_cli.data.sources.places import RemoteFile, read_range
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, locked, make_folder, make_private_folder, open_new, open_to_read
 from scaletrain_cli.spec.sources import CacheSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.data.sources.places import RemoteFile
 
 # A smaller block would be mostly waiting for the store, a larger one mostly bytes of other samples.
 BLOCK_BYTES = 1 << 20
@@ -178,6 +183,8 @@ class CachedBlocks:
 
     def fetch(self, block: int) -> bytes:
         """Return a whole block from the store."""
+        from scaletrain_cli.data.sources.places import read_range
+
         return read_range(self.file, block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.file.size))
 
     def forget(self, start: int, stop: int) -> None:
