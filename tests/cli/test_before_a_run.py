@@ -212,7 +212,6 @@ def test_doctor_names_a_package_that_another_one_hides(tmp_path: Path, monkeypat
 
 
 def test_doctor_reports_tools_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.commands._CHECK_SECONDS", 0.2)
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, body in {"scontrol": "echo down >&2; exit 1", "sbatch": ""}.items():

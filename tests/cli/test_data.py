@@ -76,7 +76,11 @@ def test_a_signal_ends_both_processes_without_a_trace_of_files(number: signal.Si
         said = process.stderr.readline()
         assert "preparing" in said
         try:
-            wait_until(lambda: any(tmp_path.rglob("workers/*")), "the preparation has begun")
+            # os.walk, unlike rglob, passes over folders that are renamed meanwhile.
+            wait_until(
+                lambda: any(names for folder, _, names in os.walk(tmp_path) if folder.endswith("/workers")),
+                "the preparation has begun",
+            )
             if number == signal.SIGINT:
                 os.killpg(process.pid, number)  # as a terminal does
             else:

@@ -1,17 +1,20 @@
 """`scaletrain notify`: tests of receivers, what was sent, and what is sent late."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.notify import notifier
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.conftest import make_plan, make_spec
 from tests.notify.webhook import Webhook
+from tests.waiting import Clock
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def test_a_test_notification_goes_to_every_receiver_of_a_spec_or_a_run(
 
 
 def test_what_waits_after_the_end_is_listed(server: Webhook, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scaletrain_cli.cli.notify._SEND_SECONDS", 0.5)
+    monkeypatch.setattr(notifier, "time", Clock(round(time.time())))
     ended = scaletrain("notify", "send", "told", code=1)
     assert ended.out.startswith("webhook HOOK: 1 waiting; the variable HOOK is not set")
     monkeypatch.setenv("HOOK", server.url)

@@ -28,9 +28,14 @@ def positions(rank: int) -> list[Position]:
     found: list[Position] = []
 
     def look(name: str) -> None:
-        # The all-reduce counts as in flight for a moment after it is over; the stack is read before what is in flight.
-        wait_until(lambda: [wait.kind for wait in own_position().waits] == [name], f"rank 0 waits in the {name}")
-        found.append(own_position())
+        def waits_in_it() -> bool:
+            # A collective counts as in flight for a moment after it is over, and a call before torch has numbered it.
+            here = own_position()
+            if is_it := [(wait.kind, wait.number is None) for wait in here.waits] == [(name, name == "receive")]:
+                found.append(here)
+            return is_it
+
+        wait_until(waits_in_it, f"rank 0 waits in the {name}")
         store.set(name, b"")
 
     for name in ("all-reduce", "receive"):

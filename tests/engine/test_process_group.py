@@ -21,7 +21,7 @@ VALUES = [2.5, -1e300, math.inf, -math.inf, math.nan, -0.0, 5e-324]
 
 def agreed_on() -> tuple[dict[str, float], dict[str, float]]:
     """Return the agreed values in a pipeline in which only the second stage has experts."""
-    consensus, rank = RankConsensus(30), dist.get_rank()
+    consensus, rank = RankConsensus(600.0), dist.get_rank()
     own = {"loss": 2.0 + rank, "grad_norm": 0.5} | ({"router_balance": 1.5} if rank else {})
     _, _, values, _ = consensus.reach(StepDecision.CONTINUE, False, in_slots(own))
     assert len(values) == SLOTS
@@ -35,7 +35,7 @@ def test_a_rank_with_more_measures_than_rank_zero_gets_its_loss() -> None:
 
 
 def agree() -> list[tuple[StepDecision, bool, list[float], list[int]]]:
-    consensus, rank = RankConsensus(30), dist.get_rank()
+    consensus, rank = RankConsensus(600.0), dist.get_rank()
     wishes = [(StepDecision.CONTINUE, False), (StepDecision.SAVE, False), (StepDecision.PREEMPT, True)]
     own = VALUES if rank == 0 else [1e308] * len(VALUES)
     whole = [rank, -rank, (1 << 62) - rank]
@@ -52,8 +52,8 @@ def test_the_largest_request_wins_and_every_rank_has_the_values_of_rank_zero_to_
 
 def connected_listening_at() -> set[str]:
     """Join the process group as the engine does; return the addresses at which this process listens."""
-    connect(torch.device("cpu"), 30)
-    assert RankConsensus(30).share(1.0) == [1.0] * dist.get_world_size()
+    connect(torch.device("cpu"), 600)
+    assert RankConsensus(600.0).share(1.0) == [1.0] * dist.get_world_size()
     own = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of this listing

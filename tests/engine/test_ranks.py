@@ -59,4 +59,4 @@ def test_a_failure_is_reported_and_leaves_no_process(function: object, reported:
     before = children(os.getpid())
     with pytest.raises(RanksFailedError, match=reported):
         on_ranks(2, function, seconds=1.0 if function is hang_on_rank_one else None)  # type: ignore[arg-type]
-    assert children(os.getpid()) == before
+    assert children(os.getpid()) <= before  # a process of an earlier test may have ended meanwhile

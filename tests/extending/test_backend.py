@@ -126,14 +126,15 @@ def test_a_run_can_be_shown_where_the_package_is_not_installed(cli: ToyCli) -> N
 
 def test_an_exception_in_a_back_end_makes_a_state_unknown_and_disturbs_no_list(cli: ToyCli) -> None:
     folder = cli.runs.parent / "damaged"
-    sets = [f"cluster.toy.folder={folder}", "env.STEP_SECONDS='0.5'"]
+    sets = [f"cluster.toy.folder={folder}", "training.steps=1000000", "env.STEP_SECONDS='0.05'"]
     cli("submit", *cli.spec, *(word for one in sets for word in ("--set", one)), "--run-id", "odd", "--yes")
     (folder / "2.json").write_text("{")
     rows = {run["run_id"]: run for run in cli.json("list")["runs"]}
     assert (rows["odd"]["job"]["state"], rows["odd"]["job"]["code"]) == ("unknown", "plugin.failed")
     assert "the back end toy of the package toy-queue failed: JSONDecodeError" in rows["odd"]["job"]["detail"]
     (folder / "2.json").unlink()
-    cli("status", "odd", "--wait", "1h")
+    cli("cancel", "odd", "--yes")
+    cli("status", "odd", "--wait", "1h", code=75)
 
 
 def test_an_entry_point_that_cannot_be_loaded_is_one_clear_error(cli: ToyCli, tmp_path: Path) -> None:

@@ -31,16 +31,19 @@ class Repo:
     private: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
-    """One request, and the number of bytes of content in its answer."""
+    """One request, and the number of bytes of content in its answer.
+
+    In the log before the client has what it counts: a test reads the log as soon as the client is done.
+    """
 
     method: str
     path: str
     status: int
     range: str | None
     token: str | None
-    sent: int
+    sent: int = 0
 
 
 class Hub:
@@ -200,33 +203,33 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if status == 206:
                 self.send_header("Content-Range", f"bytes {first}-{end}/{total}")
             self.send_header("Content-Length", str(len(data)))
+            request = Request(self.command, path, status, wanted, given)
+            hub.log.append(request)
             self.end_headers()
-            sent = 0
             if self.command == "GET":
-                sent = self._write(data, name, slow=path.startswith("/cdn/"))
-            hub.log.append(Request(self.command, path, status, wanted, given, sent))
+                self._write(data, name, request)
 
-        def _write(self, data: bytes, name: str, *, slow: bool) -> int:
+        def _write(self, data: bytes, name: str, request: Request) -> None:
             limit = hub.cut.pop(name, None) if data else None
-            sent = 0
-            while sent < len(data):
-                if slow:
+            while (sent := request.sent) < len(data):
+                if request.path.startswith("/cdn/"):
                     hub.pause.wait()
                     if hub.delay_seconds:
                         threading.Event().wait(hub.delay_seconds)
                 end = min(len(data), sent + hub.chunk_bytes)
                 if limit is not None and end >= limit:
+                    request.sent = limit
                     self.wfile.write(data[sent:limit])
                     self.wfile.flush()
                     self.close_connection = True
                     self.connection.close()
-                    return limit
+                    return
+                request.sent = end
                 try:
                     self.wfile.write(data[sent:end])
                 except OSError:
-                    return sent
-                sent = end
-            return sent
+                    request.sent = sent
+                    return
 
         def _error(
             self, status: int, code: str, path: str, given: str | None, message: str = "", commit: str = ""
@@ -237,9 +240,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 if value:
                     self.send_header(key, value)
             self.send_header("Content-Length", str(len(body)))
+            hub.log.append(Request(self.command, path, status, self.headers.get("Range"), given))
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(body)
-            hub.log.append(Request(self.command, path, status, self.headers.get("Range"), given, 0))
 
     return Handler

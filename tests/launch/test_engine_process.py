@@ -30,6 +30,7 @@ def test_a_signal_to_the_verb_ends_it(number: signal.Signals, tmp_path: Path, mo
     command = [sys.executable, "-c", ENGINE, str(tmp_path / "end")]
     monkeypatch.setattr(engine_process, "python_command", lambda *_: command)
     monkeypatch.setattr(engine_process, "_CTRL_C_SECONDS", 0.01)
+    monkeypatch.setattr(engine_process, "_PATIENCE_SECONDS", 600.0)
     lines: list[str] = []
 
     def interrupted(line: str) -> None:

@@ -1,5 +1,6 @@
 """Lost jobs: which runs count as lost, when they are resumed without a person, and that two callers start one job."""
 
+import contextlib
 import errno
 import math
 import os
@@ -187,11 +188,10 @@ def lose(made: MadeRun) -> None:
     supervisor = read_supervisor(made.run)
     assert supervisor is not None
     (node,) = read_node_records(made.run, 1)
-    for pid in (supervisor.process.pid, node.agent_pid, *(rank.pid for rank in node.ranks)):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # else the agent passes on the signal at its parent's death
+        for pid in (supervisor.process.pid, node.agent_pid, *(rank.pid for rank in node.ranks)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
     wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "it is gone")
 
 

@@ -165,10 +165,10 @@ def test_a_refusal_is_final(hook: MakeHook, answer: tuple[int, dict[str, str]]) 
 
 def test_a_receiver_that_never_answers_delays_the_end_by_a_bounded_time(hook: MakeHook, clock: Clock) -> None:
     """The next process sends the end late, and findings in the meantime are not lost."""
-    made, server = notifying(), hook("hang")
+    made, server, before = notifying(), hook("hang"), threading.enumerate()
     fail(made)
     send_waiting(made.run, made.record, {"HOOK": server.url}, 0.3)
-    (left,) = (thread for thread in threading.enumerate() if thread.name == "notify")
+    (left,) = (thread for thread in threading.enumerate() if thread.name == "notify" and thread not in before)
     wait_until(lambda: server.received, "the request has arrived")
     assert receiver_of(made).pending
     clock.now += 1.0

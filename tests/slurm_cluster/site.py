@@ -4,6 +4,7 @@ The fake engine implements the engine contract and commits real checkpoints. The
 ended, whether each attempt resumed from the latest committed checkpoint, whether a process is left.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -118,7 +119,14 @@ class Site:
     def controller_down(self, run_id: str) -> None:
         """Kill slurmctld once it has saved the state of the run's job: it restarts from its saved state."""
         saved = self.cluster.directory / "state" / "job_state"
-        wait_until(lambda: saved.stat().st_mtime >= self.attempts(run_id)[-1]["started"], "slurmctld has saved it")
+        started = self.attempts(run_id)[-1]["started"]
+
+        def has_saved() -> bool:
+            with contextlib.suppress(FileNotFoundError):  # slurmctld removes the file before it links the new one
+                return saved.stat().st_mtime >= started
+            return False
+
+        wait_until(has_saved, "slurmctld has saved it")
         self.cluster.control("controller-down")
 
     def processes(self, run_id: str) -> list[str]:

@@ -237,6 +237,7 @@ def test_findings_of_the_last_diagnosis_come_before_the_end(tmp_path: Path, monk
     run = RunDir(tmp_path)
     run.attempt(1).mkdir(parents=True)
     mark_diagnosis(run, 1, is_over=False)
+    monkeypatch.setattr(guard, "_FINDINGS_SECONDS", 1e6)
     append_line(run.events, {"time": 1.0, "event": "finished", "step": 5})
     first = Attempt(tmp_path, recorder, [])
     first.train(1, 5)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.project_files import project_file
+from scaletrain_cli.tracking import prometheus
 from scaletrain_cli.tracking.base import RunFigures, Spread, TrackedRun
 from scaletrain_cli.tracking.prometheus import (
     OPENMETRICS,
@@ -180,16 +181,19 @@ def test_figures_that_cannot_be_read_are_reported_by_the_next_step(tmp_path: Pat
         tracker.log(1, {"loss": 4.0}, 100.0)
 
 
-def test_reading_the_run_directory_and_requests_cost_little_of_rank_0(tmp_path: Path) -> None:
+def test_reading_the_run_directory_and_requests_cost_little_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert [pause_seconds(cost) for cost in (0.0, 0.01, 0.3, 60.0)] == [60.0, 60.0, 300.0, 1800.0]
     tracker = PrometheusTracker(PrometheusOptions(textfile="none"))
     tracker.start(run_in(tmp_path))
+    monkeypatch.setattr(prometheus, "_ANSWER_SECONDS", 1e6)
     made: list[bool] = []
     text = tracker.text
     tracker.text = lambda *, openmetrics: made.append(openmetrics) or text(openmetrics=openmetrics)  # type: ignore[method-assign]
     answers = {tracker.answer(openmetrics=openmetrics) for _ in range(50) for openmetrics in (True, False)}
     assert (len(answers), sorted(made)) == (2, [False, True])
     tracker.log(7, {"loss": 3.0}, 2.0)
-    tracker._answers = {kind: (made_at - 1.0, answer) for kind, (made_at, answer) in tracker._answers.items()}
+    tracker._answers = {kind: (made_at - 1e6, answer) for kind, (made_at, answer) in tracker._answers.items()}
     assert b'scaletrain_step{run="run-1"} 7.0' in tracker.answer(openmetrics=True)
     tracker.finish("finished")

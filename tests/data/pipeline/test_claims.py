@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -188,11 +189,15 @@ def test_looks_at_a_slow_file_system_are_rare_and_the_waiting_process_sees_the_e
     assert looks == pytest.approx([0, 21, 53, 85, 117, 149], abs=0.1)
 
 
+# A process that the machine does not run for as long as in QUICK is taken for dead, and what it has begun is removed.
+PATIENT = dataclasses.replace(QUICK, stale_seconds=2.0)
+
+
 def main(folder: str, workers: str, tokenizer: str, machine: str, count: str) -> None:
     """Prepare in a process of its own, which the test kills. ``machine``: as if it were another one."""
     claims_module._machine = lambda: machine
     given = preparation(Path(folder), Path(tokenizer).read_text(encoding="utf-8"), int(count))
-    prepare(given, Path(folder) / "data", int(workers), ignore, failure=Path(folder) / "failure.json", timing=QUICK)
+    prepare(given, Path(folder) / "data", int(workers), ignore, failure=Path(folder) / "failure.json", timing=PATIENT)
 
 
 def start(folder: Path, workers: int, machine: int, count: int) -> subprocess.Popen[bytes]:
@@ -228,7 +233,7 @@ def prepared_by_many(folder: Path, tokenizer: str, processes: int, kills: int, s
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    prepare(expected, folder / "data", 1, ignore, timing=QUICK)  # removes what killed processes have left
+    prepare(expected, folder / "data", 1, ignore, timing=PATIENT)  # removes what killed processes have left
     assert files_below(folder / "data") == files_below(folder / "whole")
 
 

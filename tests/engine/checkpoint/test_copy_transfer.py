@@ -77,7 +77,7 @@ def write_own(root: Path, rank: int) -> None:
 
 def be_rank(root: Path, transfers: list[Transfer], hurt: str = "") -> str:
     """Take part in the transfers; return the error."""
-    rank, consensus = int(os.environ["RANK"]), RankConsensus(60)
+    rank, consensus = int(os.environ["RANK"]), RankConsensus(600.0)
     copy_transfer._CHUNK_BYTES = CHUNK
     if hurt == "full" and rank == 2:
         write = HashingWriter.write
@@ -163,7 +163,7 @@ def be_writing_rank(root: Path) -> None:
 
     os.close(open_copies(path.parent))
     own = Content({shard_name(rank): sum(map(len, parts))}, parts, manifest)
-    transfer_copies(path, TO_PARTNERS, rank, RankConsensus(60), own)
+    transfer_copies(path, TO_PARTNERS, rank, RankConsensus(600.0), own)
 
 
 def test_a_copy_is_sent_while_it_is_written_and_counts_once_it_is_whole_at_both_ends(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def be_resuming_rank(root: Path, blind: int = -1) -> tuple[int, list[str]]:
     if rank == blind:
         resume_point.read_copies = read_nothing_at_first
     resume_point.place_of = lambda folder: folder.name
-    copy, _ = resume_point._find_copy(place(root, rank), KEY, 0, Ranks(rank, 4, rank % 2), RankConsensus(60))
+    copy, _ = resume_point._find_copy(place(root, rank), KEY, 0, Ranks(rank, 4, rank % 2), RankConsensus(600.0))
     return 0 if copy is None else copy.step, read
 
 
@@ -214,7 +214,7 @@ def be_rank_of_a_liar(root: Path) -> str:
     rank, path = int(os.environ["RANK"]), checkpoint_path(place(root, int(os.environ["RANK"])), STEP)
     own = Content({"../../escaped": 5}, [memoryview(b"taken")], lambda: b"")
     try:
-        transfer_copies(path, TO_PARTNERS, rank, RankConsensus(60), own)
+        transfer_copies(path, TO_PARTNERS, rank, RankConsensus(600.0), own)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -34,7 +34,7 @@ def exchanged(case: str) -> dict[str, list[float]] | str:
     needed = {name: part(name, *other) for name in ("old", "new", "never held")}
     held = HeldState(slices, values, Counts({"step": 3.0}, {"new": {}}), {})
     try:
-        state = exchange(held, needed, RankConsensus(30.0), torch.device("cpu"))
+        state = exchange(held, needed, RankConsensus(600.0), torch.device("cpu"))
     except ScaletrainError as error:
         return str(error)
     assert state.counts_of("old") == {"step": 3.0}

@@ -130,7 +130,7 @@ def test_a_node_without_room_makes_no_copies(run: RunDir, monkeypatch: pytest.Mo
 
 def save_on_its_own_node(root: Path) -> list[tuple[int, ...]]:
     """Be one of two ranks on two nodes that save halves of ``w`` and need all of it; return the needs of two copies."""
-    rank, both = int(os.environ["RANK"]), RankConsensus(60)
+    rank, both = int(os.environ["RANK"]), RankConsensus(600.0)
     plan = SimpleNamespace(durability=SimpleNamespace(memory_copy_steps=1), layout=SimpleNamespace(local_sgd_groups=1))
     spec = SimpleNamespace(checkpoint=SimpleNamespace(in_memory=1))
     memory_copies.copies_folder = lambda run: root / f"node {rank}"  # type: ignore[attr-defined,assignment]

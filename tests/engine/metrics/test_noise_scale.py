@@ -56,7 +56,7 @@ def test_the_gradient_is_measured_before_anything_changes_it() -> None:
         weight.grad = None
 
     model.weight.register_post_accumulate_grad_hook(reduced)
-    noise, inputs = NoiseScale(1, 4, _CPU), torch.randn(5, 3)
+    noise, inputs = NoiseScale(1, 4, _CPU), torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     with noise.measuring(model.parameters(), 8.0):
         (8 * model(inputs).sum()).backward()
     expected = (inputs.sum(0).square().sum() * 2).item()

@@ -168,10 +168,13 @@ def test_a_run_is_the_same_with_and_without_telemetry(row: Row, dataset: Path) -
     if row.pipeline == 1:
         usual = [{name: median(sent[name] for sent in each.sent.values()) for name in expected} for each in on]
         assert usual[1]["forward_seconds"] > SLOW_SECONDS * row.accumulation
-        # the rank that is slow waits least for the others
-        assert usual[0]["communication_seconds"] > usual[1]["communication_seconds"] + 0.5 * SLOW_SECONDS
-        if row.zero < 3:
-            assert usual[1]["own_seconds"] > usual[0]["own_seconds"] + 0.5 * SLOW_SECONDS
+        # The rank that is slow waits least for the others, in the step in which the machine stopped rank 0 least.
+        waited, own = (
+            [on[0].sent[step].get(name, 0.0) - sent.get(name, 0.0) for step, sent in on[1].sent.items()]
+            for name in ("communication_seconds", "own_seconds")
+        )
+        assert max(waited) > 0.5 * SLOW_SECONDS
+        assert row.zero == 3 or min(own) < -0.5 * SLOW_SECONDS
         assert list(on[0].noise) == list(range(EVERY, STEPS + 1, EVERY))
     else:
         assert not on[0].noise

@@ -124,7 +124,7 @@ def train(spec: RunSpec, rows: RowSequences, folder: Path) -> Course:
     reader = BatchReader(rows, layout, mesh, spec.training.seed, False, padded_to=padded_to(layout), padding_multiple=4)
     if composed.objective.reads_pairs:
         reference = ReferencePass(
-            RunDir(folder), spec, mesh, stepper, RankConsensus(60.0), device, {"data": ("tokens",)}, lambda: True
+            RunDir(folder), spec, mesh, stepper, RankConsensus(600.0), device, {"data": ("tokens",)}, lambda: True
         )
         found = reference.with_reference(reader, "train", 0)
         assert found is not None

@@ -76,7 +76,7 @@ def a_pass(folder: Path, spec: RunSpec, turns: int | None = None) -> tuple[Refer
         left[0] -= 1
         return left[0] >= 0
 
-    consensus = RankConsensus(60.0)
+    consensus = RankConsensus(600.0)
     made = ReferencePass(RunDir(folder), spec, mesh, stepper, consensus, device, {"data": ("tokens",)}, goes_on)
     return made, BatchReader(rows, layout, mesh, spec.training.seed, False)
 

@@ -41,7 +41,7 @@ def measured(family: str, *overrides: str) -> tuple[list[str], dict[str, dict[st
     mesh = build_mesh(layout)
     composed = compose(spec, layout, mesh, device, trained=trained_at(spec, 1))
     stepper = build_stepper(composed, mesh, device, spec.training)
-    layers = LayerMeasures(spec, composed, mesh, RankConsensus(60.0), device, compiled=False, first_step=1)
+    layers = LayerMeasures(spec, composed, mesh, RankConsensus(600.0), device, compiled=False, first_step=1)
     found: Any = None
     for step in (1, 2):
         set_rates(composed.optimizer, step, 1e-3)
