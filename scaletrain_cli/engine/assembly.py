@@ -50,7 +50,7 @@ from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.batch_norm import statistics_of
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh
-from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks, connect
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.step_sync import StepSync
@@ -69,6 +69,7 @@ from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.loader_processes import loader_processes
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds
+from scaletrain_cli.worker.loop_adapter import StepDecision
 from scaletrain_cli.worker.signals import PreemptionFlag
 
 logger = logging.getLogger(__name__)

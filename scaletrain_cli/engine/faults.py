@@ -50,7 +50,6 @@ def corrupt(checkpoint: Checkpoint, kind: str) -> Path:
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SCALETRAIN_FAULT"
-NOT_COUNTED = -100  # the label that no loss counts
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class FaultyReading:
             elif hasattr(batch, "labels"):
                 offset = 1 if fault.offset is None else fault.offset
                 moved = batch.tokens.roll(-offset, -1)
-                batch = batch._replace(labels=moved.masked_fill(batch.labels < 0, NOT_COUNTED))
+                batch = batch._replace(labels=moved.where(batch.labels >= 0, batch.labels))
         return batch
 
 

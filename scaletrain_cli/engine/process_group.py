@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import IntEnum
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -26,6 +25,7 @@ from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.loop_adapter import StepDecision
 from scaletrain_cli.worker.run_environment import RENDEZVOUS_VARIABLE, RUN_DIR_VARIABLE
 
 # Values that ranks send each other, as JSON: torch's object collectives unpickle what arrives, which can run code.
@@ -97,14 +97,6 @@ _CONNECT_SECONDS = 5.0
 T = TypeVar("T")
 SLOTS = 24  # values per step, or more if there are more of them
 _LEAST_INTEGER = -(1 << 63)
-
-
-class StepDecision(IntEnum):
-    """The request of a rank at a step boundary; the largest request of all ranks wins."""
-
-    CONTINUE = 0
-    SAVE = 1
-    PREEMPT = 2
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from scaletrain_cli.engine.health.state_check import StateCheck
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.profiler import StepProfiler
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
-from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, from_slots, in_slots
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks, from_slots, in_slots
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.loop_adapter import StepDecision
 from scaletrain_cli.worker.signals import PreemptionFlag
 
 _CHECK_SECONDS = 1.0  # between two checks for a file that requests a save

@@ -36,7 +36,7 @@ from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.batch_norm import images_of_statistics
-from scaletrain_cli.engine.process_group import Ranks, StepDecision
+from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.engine.step_sync import StepSync
@@ -47,6 +47,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec.schedules import learning_rate
 from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.loop_adapter import StepDecision
 from scaletrain_cli.worker.telemetry import resident_bytes
 
 _STEPS_BETWEEN_COLLECTIONS = 50

@@ -18,7 +18,6 @@ from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.evaluation.sample_answers import SampleAnswers
 from scaletrain_cli.engine.metrics.reporting import MetricsLog
 from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.process_group import StepDecision
 from scaletrain_cli.engine.step import ModelStepper, Stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.errors import UsageError
@@ -30,6 +29,7 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.schedules import should_stop
 from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.loop_adapter import StepDecision
 
 if TYPE_CHECKING:  # which need Pillow
     from scaletrain_cli.engine.data.images.batches import ImageMicroBatch

@@ -106,7 +106,10 @@ _STATES = {"finished": "good", "running": "running", "queued": "running", "endin
 
 def _what(what: Mapping[str, Any], status: Mapping[str, Any]) -> str:
     layout = what["layout"]
-    axes = [f"{name} {layout[key]}" for name, key in _AXES.items() if layout[key] > 1]
+    degrees = {
+        name: layout[f"{name}_parallel"] for name in ("data", "tensor", "pipeline", "sequence", "context", "expert")
+    }
+    axes = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     parts = [
         f"{what['family']}, {count_text(what['parameters'])} parameters",
         f"{what['objective'].replace('_', ' ')}, {what['precision']}, {what['optimizer']}",
@@ -116,16 +119,6 @@ def _what(what: Mapping[str, Any], status: Mapping[str, Any]) -> str:
         f"{status['scheduler']} job {status['job_id']}" if status["job_id"] else status["scheduler"],
     ]
     return " · ".join(parts)
-
-
-_AXES = {
-    "data": "data_parallel",
-    "tensor": "tensor_parallel",
-    "pipeline": "pipeline_parallel",
-    "sequence": "sequence_parallel",
-    "context": "context_parallel",
-    "expert": "expert_parallel",
-}
 
 
 def _verdict(run: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.worker.loop_adapter import LoopAdapter, Request
+from scaletrain_cli.worker.loop_adapter import LoopAdapter, StepDecision
 from scaletrain_cli.worker.rank import Rank
 
 # Keys of the summary that Trainer logs once at the end of training.
@@ -109,9 +109,9 @@ class ScaletrainCallback:
         last = state.global_step >= state.max_steps
         request = self._run.request_after(state.global_step, last=last)
         self._run.end_work()
-        if request is not Request.CONTINUE:
+        if request is not StepDecision.CONTINUE:
             control.should_save = True
-        if request is Request.PREEMPT:
+        if request is StepDecision.PREEMPT:
             control.should_training_stop = True
             control.should_evaluate = False  # the grace period is for the save
         if control.should_save:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.worker.heartbeat import collective_seconds
-from scaletrain_cli.worker.loop_adapter import LoopAdapter, Request, wait_for_all
+from scaletrain_cli.worker.loop_adapter import LoopAdapter, StepDecision, wait_for_all
 from scaletrain_cli.worker.rank import Rank
 
 _FILE = "lightning.ckpt"
@@ -157,9 +157,9 @@ class ScaletrainLightning:
         value = None if loss is None else float(loss)
         self._loop.check_finite(step, value, None)
         self._log(trainer, {} if value is None else {"loss": value * trainer.accumulate_grad_batches})
-        if request is not Request.CONTINUE:
+        if request is not StepDecision.CONTINUE:
             self._save(trainer)
-        if request is Request.PREEMPT:
+        if request is StepDecision.PREEMPT:
             trainer.should_stop = True
             # Otherwise Trainer would evaluate first, or go on to its minimum.
             trainer.limit_val_batches = 0

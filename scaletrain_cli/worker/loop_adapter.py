@@ -33,8 +33,8 @@ class NotFiniteError(DoNotRequeueError):
     failure_reason = "nan"
 
 
-class Request(enum.IntEnum):
-    """Action of the ranks after a step; the largest request of any rank applies."""
+class StepDecision(enum.IntEnum):
+    """What a rank requests at the end of a step; the largest request of all ranks applies."""
 
     CONTINUE = 0
     SAVE = 1
@@ -108,17 +108,17 @@ class LoopAdapter:
         """
         self._waits_since = time.perf_counter()
 
-    def request_after(self, step: int, *, last: bool) -> Request:
+    def request_after(self, step: int, *, last: bool) -> StepDecision:
         """Return what all ranks do after ``step`` steps; ``last``: training ends with this step. Collective."""
         self.step = step
-        own = Request.CONTINUE
+        own = StepDecision.CONTINUE
         if last or step % self.rank.resolved.checkpoint_interval_steps == 0 or self._asked_by_file():
-            own = Request.SAVE
+            own = StepDecision.SAVE
         if self.rank.preemption.raised and not last:
-            own = Request.PREEMPT
+            own = StepDecision.PREEMPT
         self.rank.heartbeat.wait_for_ranks()
-        agreed = Request(largest(int(own)))
-        self.preempted = agreed is Request.PREEMPT
+        agreed = StepDecision(largest(int(own)))
+        self.preempted = agreed is StepDecision.PREEMPT
         return agreed
 
     def _asked_by_file(self) -> bool:

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.engine.process_group import Ranks, StepDecision, decode, encode
+from scaletrain_cli.engine.process_group import Ranks, decode, encode
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest
+from scaletrain_cli.worker.loop_adapter import StepDecision
 
 CHECKPOINT = Checkpoint(Path("/runs/r/step-1"), 1, 2, True, 1, {"a": FileDigest(3, "ab")})
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 import scaletrain_cli.engine
-from scaletrain_cli.engine.process_group import RankConsensus, StepDecision
+from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.worker import position
+from scaletrain_cli.worker.loop_adapter import StepDecision
 from scaletrain_cli.worker.position import Position, own_position, purpose_of
 from tests.engine.ranks import on_ranks
 from tests.waiting import wait_until

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from scaletrain_cli.engine import process_group
-from scaletrain_cli.engine.process_group import SLOTS, RankConsensus, StepDecision, connect, from_slots, in_slots
+from scaletrain_cli.engine.process_group import SLOTS, RankConsensus, connect, from_slots, in_slots
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.loop_adapter import StepDecision
 from tests.engine.ranks import on_ranks
 
 VALUES = [2.5, -1e300, math.inf, -math.inf, math.nan, -0.0, 5e-324]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader, Round
-from scaletrain_cli.engine.process_group import StepDecision
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.engine.validation import ReadAhead, Validation
 from scaletrain_cli.spec.sources import LoaderSpec
+from scaletrain_cli.worker.loop_adapter import StepDecision
 from tests.engine.data.images.pictures import Pictures, layout, reader
 from tests.waiting import wait_until
 

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from scaletrain_cli.engine.data.rows import NOT_COUNTED
 from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.memory.activations import HEAD_MULTIPLE, LOSS_CHUNK_TOKENS
 from scaletrain_cli.reasons import Reason
-
-NOT_COUNTED = -100  # torch's ignore_index
 
 # hidden [tokens, size], weight [vocab, size], which may have more rows that do not count, labels [tokens], label
 # smoothing -> summed loss in nats, fp32

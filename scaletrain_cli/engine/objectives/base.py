@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.data.batches import MicroBatch
+from scaletrain_cli.engine.data.rows import NOT_COUNTED
 from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.model.base import CausalLM
-from scaletrain_cli.engine.model.loss import NOT_COUNTED
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import RunSpec
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from scaletrain_cli.engine.data.batches import MicroBatch
+from scaletrain_cli.engine.data.rows import NOT_COUNTED
 from scaletrain_cli.engine.model.base import CausalLM
-from scaletrain_cli.engine.model.loss import NOT_COUNTED
 from scaletrain_cli.engine.objectives.base import Objective, RowLosses
 from scaletrain_cli.engine.parallel.mesh import Axis
 from scaletrain_cli.spec.training import DPOSpec

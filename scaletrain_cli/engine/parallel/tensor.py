@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from scaletrain_cli.engine.data.rows import NOT_COUNTED
 from scaletrain_cli.engine.model.adapters import (
     AdapterSettings,
     LatestContext,
@@ -38,7 +39,7 @@ from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.gpt import Conv1D
 from scaletrain_cli.engine.model.latent_attention import LatentAttention
 from scaletrain_cli.engine.model.linear import Product, linear_product
-from scaletrain_cli.engine.model.loss import NOT_COUNTED, logits_of
+from scaletrain_cli.engine.model.loss import logits_of
 from scaletrain_cli.engine.model.moe import Experts
 from scaletrain_cli.engine.model.norm import rms_norm, scaled
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, ShardSpec, copy_to_ranks, mark_sharded, sum_over_ranks

@@ -13,11 +13,11 @@ from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader
 from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.parallel.mesh import build_mesh
-from scaletrain_cli.engine.process_group import StepDecision
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.validation import ReadAhead, Validation
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
+from scaletrain_cli.worker.loop_adapter import StepDecision
 from tests.engine.data.images.pictures import Pictures, reader
 from tests.engine.ranks import on_ranks
 

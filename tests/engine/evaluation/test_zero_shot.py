@@ -21,13 +21,13 @@ from scaletrain_cli.engine.evaluation import zero_shot
 from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.evaluation.zero_shot import ZeroShot
 from scaletrain_cli.engine.parallel.mesh import Axis, build_mesh
-from scaletrain_cli.engine.process_group import StepDecision
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.validation import ReadAhead, Validation
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
 from scaletrain_cli.spec.evaluation import TEMPLATES
 from scaletrain_cli.spec.images import AugmentSpec
+from scaletrain_cli.worker.loop_adapter import StepDecision
 from tests.engine.data.images.pictures import Pictures, layout, reader
 from tests.engine.data.images.test_captions import small_tokenizer
 from tests.engine.model.vision.towers import clip, loaded, spec_of

@@ -14,13 +14,14 @@ import torch
 from scaletrain_cli.engine.metrics import profiler
 from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
 from scaletrain_cli.engine.metrics.trace_events import STEP
-from scaletrain_cli.engine.process_group import Ranks, StepDecision
+from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.profiles import ProfileRequest, profile_folders, rank_file, read_profile, write_request
 from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.loop_adapter import StepDecision
 from tests.counting import calls_of
 from tests.engine.alone import Alone
 from tests.waiting import Clock
