@@ -102,10 +102,10 @@ def run_engine_command(
             threading.Thread(target=_pass_on, args=(process.stderr, on_line), daemon=True),
             threading.Thread(target=printed.extend, args=(process.stdout,), daemon=True),
         ]
-        for reader in readers:
-            reader.start()
         try:
             with _passing_on_termination(process):
+                for reader in readers:
+                    reader.start()
                 for reader in readers:
                     while reader.is_alive():  # without a limit, a signal that comes just before the wait would be lost
                         reader.join(_SIGNAL_SECONDS)
@@ -119,7 +119,7 @@ def run_engine_command(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_SECONDS)
             process.kill()
-            for reader in readers:  # which hold the pipes that are closed now
+            for reader in filter(threading.Thread.is_alive, readers):  # which hold the pipes that are closed now
                 reader.join(_SIGNAL_SECONDS)
             raise
     answer: dict[str, Any] = {}

@@ -343,7 +343,7 @@ def _await_decision(run: RunDir, number: int, code: int, why: Reason | None = No
     from scaletrain_cli.launch.node.record import read_node_records
 
     deadline = time.monotonic() + DECISION_SECONDS
-    while time.monotonic() < deadline:
+    while True:
         attempt = read_attempt(run, number)
         if attempt is not None and attempt.decision is not None:
             if attempt.decision.in_place and _has_begun(run, number + 1):
@@ -351,6 +351,8 @@ def _await_decision(run: RunDir, number: int, code: int, why: Reason | None = No
             return _end_of(attempt, exit_code_for(attempt.decision, attempt.reason, free=attempt.free_of_charge))
         if not run.path.is_dir():  # pod 0 has deleted the directory of a preflight
             return PodEnd(code, why or reason("pod-measured"), number)
+        if time.monotonic() >= deadline:
+            break
         time.sleep(_POLL_SECONDS)
     first = [node for node in read_node_records(run, number) if node.node_rank == 0]
     lost = not first or first[0].ended is None
