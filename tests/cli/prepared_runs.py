@@ -30,7 +30,7 @@ _ENDS = {
 @contextmanager
 def living_process() -> Iterator[ProcessIdentity]:
     """A process that a test may take for a supervisor, and that a verb may stop."""
-    process = subprocess.Popen(["sleep", "1000"])
+    process = subprocess.Popen(["sleep", "infinity"])
     try:
         found = identify(process.pid)
         assert found is not None

@@ -72,6 +72,7 @@ def test_a_run_is_submitted_followed_and_finished() -> None:
     assert shown.startswith("r1  finished  step 3 of 100 (3.0 %)\n")
     assert "every rank finished" in shown
     assert scaletrain("status").out.splitlines()[0] == shown.splitlines()[0], "the newest run is meant"
+    wait_until(lambda: ended().data["job"]["state"] == "ended", "the supervisor has written its last event")
     for words in (["diagnose"], ["explain"], ["events"], ["logs"], ["watch", "--once"]):
         assert scaletrain(*words).out == scaletrain(words[0], "r1", *words[1:]).out, words
     assert scaletrain("list").out.splitlines()[1].split()[:3] == ["r1", "finished", "3/100"]

@@ -53,7 +53,8 @@ def test_a_rank_killed_and_a_preemption_under_the_node_agent_change_nothing(
     _, killed, preempted = drill.beginnings()
     assert (killed["step"] > killed["saved_step"] >= 10, killed["lost_steps"] <= 1) == (True, True)
     assert ("saved_step" in preempted, preempted["lost_steps"]) == (False, 0)
-    assert not copies_folder(drill.run).exists()
+    # The folder itself stays if the agent of another test looks at its lock meanwhile.
+    assert not list(copies_folder(drill.run).glob("step-*"))
     assert_same_run(drill, undisturbed())
 
 

@@ -486,7 +486,8 @@ def test_a_pipe_in_place_of_a_file_blocks_no_verb(things: Path, sets: tuple[str,
     (things / "pipe").mkdir()
     os.mkfifo(things / "pipe" / "model.safetensors")
     writer = os.open(things / "pipe" / "model.safetensors", os.O_RDWR)  # otherwise a failure would never end
-    rescue = threading.Timer(5, os.close, (writer,))
+    rescue = threading.Timer(600, os.close, (writer,))
+    rescue.daemon = True
     rescue.start()
     reported = submit(*(one.replace("HERE", str(things)) for one in sets))
     assert rescue.is_alive()

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -46,6 +46,7 @@ class MirroredRun:
 
     run: RunDir
     record: RunRecord
+    store_seconds: ClassVar[float] = 600.0  # for which a request is repeated
 
     @property
     def to(self) -> str:
@@ -53,7 +54,7 @@ class MirroredRun:
 
     @property
     def store(self) -> MirrorStore:
-        return open_store(self.to, self.run.run_id, 5.0)
+        return open_store(self.to, self.run.run_id, self.store_seconds)
 
     def mirror(self) -> Mirror:
         return Mirror(self.run, self.record, self.store)

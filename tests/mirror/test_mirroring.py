@@ -360,8 +360,9 @@ def test_faults_that_pass_are_repeated(s3: FaultyProxy, make_mirrored: MakeMirro
     ("fault", "code"), [("denied", "remote.denied"), pytest.param("full", "remote.unavailable", marks=pytest.mark.long)]
 )
 def test_without_rights_or_space_the_run_has_an_event_until_they_are_back(
-    s3: FaultyProxy, make_mirrored: MakeMirrored, fault: str, code: str
+    s3: FaultyProxy, make_mirrored: MakeMirrored, fault: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(MirroredRun, "store_seconds", 5.0)
     made = make_mirrored()
     made.commit(10)
     s3.fault = lambda request: fault if request.method == "PUT" else None

@@ -23,7 +23,7 @@ def _images(*overrides: str) -> Healthy:
 
 _TWO = "cluster.gpus_per_node=2"
 _SHORT = ("training.steps=100", "checkpoint.every=50")
-_SIXTY = ("training.steps=60", "training.schedule.warmup_steps=6", "evaluation.every=15", "checkpoint.every=20")
+_SIXTY = ("training.steps=60", "training.schedule.warmup_steps=6", "evaluation.every=15", "checkpoint.every=60")
 _RATE = "training.optimizer.lr"
 _GPT = (
     "model={family: gpt, hidden_size: 48, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 384, seq_len: 32}"

@@ -50,10 +50,12 @@ def test_first_weights_have_the_spread_of_transformers(name: str) -> None:
     dims = {**DIMS[name], "hidden_sizes": [32, 64, 128]}
     model = fresh(dims)
     given = {key: value for key, value in dims.items() if key not in ("family", "image_size")}
-    if name == "convnext":
-        expected = transformers.ConvNextForImageClassification(transformers.ConvNextConfig(**given, num_stages=3))
-    else:
-        expected = transformers.ResNetForImageClassification(transformers.ResNetConfig(**given))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name == "convnext":
+            expected = transformers.ConvNextForImageClassification(transformers.ConvNextConfig(**given, num_stages=3))
+        else:
+            expected = transformers.ResNetForImageClassification(transformers.ResNetConfig(**given))
     found = model.state_dict()
     for key, values in expected.state_dict().items():
         if values.ndim < 2 and not key.startswith("classifier"):
