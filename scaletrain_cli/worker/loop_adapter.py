@@ -34,7 +34,7 @@ class NotFiniteError(DoNotRequeueError):
 
 
 class StepDecision(enum.IntEnum):
-    """What a rank requests at the end of a step; the largest request of all ranks applies."""
+    """The request of a rank at the end of a step. All ranks follow the largest one."""
 
     CONTINUE = 0
     SAVE = 1
