@@ -42,7 +42,6 @@ _OF_RUNS = (
     *("status", "watch", "diagnose", "profile", "report", "explain", "logs", "events", "notify", "checkpoint"),
     *("evaluation", "cancel", "rm", "resume", "recover", "exec", "shell", "port-forward", "data", "plan"),
 )
-_REFUSED = {("port-forward",): "no-port-forward", ("plan",): "no-calibration"}  # with what to do there
 # After these, nothing is queued there under the id of a new submission; after the last one, that is to be seen.
 _NOT_SUBMITTED, _INTERRUPTED = (ExitCode.USAGE, ExitCode.INFEASIBLE), 130
 
@@ -198,7 +197,10 @@ def _about_run(words: Sequence[str]) -> int | None:
         return None  # a spec
     if not names:
         newest = sent_runs()[-1]
-        if key != "run" or newest.submitted <= max((run.record.stat().st_mtime for run in list_runs()), default=0.0):
+        takes_newest = key == "run" or (line.verb == ("report",) and line.params.get("sweep") is None)
+        if not takes_newest or newest.submitted <= max(
+            (run.record.stat().st_mtime for run in list_runs()), default=0.0
+        ):
             return None
         return _at(newest, line, [shlex.quote(newest.run_id)])
     found = [_place_of(name) for name in names]
@@ -225,14 +227,16 @@ def _at(run: SentRun, line: CommandLine, added: Sequence[str] = ()) -> int:
         raise UsageError(Reason("login_node.no-host", {"cluster": run.cluster, "run": run.run_id}))
     if line.verb == ("resume",):
         return _resume(run, cluster, line)
-    if line.verb in _REFUSED:
-        node = cluster.login_node
+    node = cluster.login_node
+    if line.verb == ("plan",):
         params = {"host": node.ssh, "run": run.run_id, "command": node.scaletrain or "scaletrain"}
-        raise UsageError(Reason(f"login_node.{_REFUSED[line.verb]}", params))
+        raise UsageError(Reason("login_node.no-calibration", params))
+    if line.verb == ("port-forward",):
+        return _forward_ports(node, line)
     if line.verb == ("report",) and line.params.get("output") is not None:
-        return _report(cluster.login_node, line)
+        return _report(node, line, added)
     of_command = line.verb in (("exec",), ("shell",))
-    return _run(cluster.login_node, [*line.quoted, *added], of_command=of_command)
+    return _run(node, [*line.quoted, *added], of_command=of_command)
 
 
 def _run(node: LoginNode, words: Sequence[str], *, of_command: bool = False) -> int:
@@ -277,8 +281,27 @@ def _resume(run: SentRun, cluster: Cluster, line: CommandLine) -> int:
     return _with_bundle(cluster, line, run.run_id, secret_names=run.secrets, snapshot=snapshot)
 
 
-def _report(node: LoginNode, line: CommandLine) -> int:
-    """Write the page on the login node, and copy it to the file that was named here."""
+def _forward_ports(node: LoginNode, line: CommandLine) -> int:
+    """Listen at ports of this machine; the verb there becomes the connection to the node of the run."""
+    from scaletrain_cli.cli.port_forward import forward
+    from scaletrain_cli.launch.backends.base import NodeCommand
+    from scaletrain_cli.launch.login_node.ssh import command_of, script_of
+    from scaletrain_cli.launch.node_session import port_pair
+
+    pairs = [port_pair(text) for text in line.params["ports"]]
+    words = command_of(node, script_of(node, line.quoted), "-T")
+    try:
+        forward(NodeCommand(tuple(words)), f"{line.params['run']} through {node.ssh}", pairs)
+    except SchedulerError as error:
+        code = error.reason.params.get("exit_code") if error.reason is not None else None
+        if code in (ExitCode.USAGE, ExitCode.SCHEDULER):  # the verb there has said why
+            return int(code)
+        raise
+    return ExitCode.DONE
+
+
+def _report(node: LoginNode, line: CommandLine, newest: Sequence[str]) -> int:
+    """Write the page on the login node, and copy it to the file that was named here; ``newest``: if no run is named."""
     from scaletrain_cli.launch.login_node.ssh import output_of, run_interactively, script_of
     from scaletrain_cli.ui.console import say
 
@@ -286,7 +309,7 @@ def _report(node: LoginNode, line: CommandLine) -> int:
     assert output is not None
     page = f'"${{TMPDIR:-/tmp}}"/scaletrain-report-{secrets.token_hex(8)}.html'
     sweep = line.params.get("sweep")
-    named = ["--sweep", shlex.quote(sweep)] if sweep else [shlex.quote(run) for run in line.params["runs"]]
+    named = ["--sweep", shlex.quote(sweep)] if sweep else [*map(shlex.quote, line.params["runs"] or ()), *newest]
     code = run_interactively(node, script_of(node, ["report", *named, "-o", page, *line.json_words]))
     if code == ExitCode.DONE:
         replace_file(output, output_of(node, f"cat {page} && rm -f {page}"), public=True)

@@ -14,6 +14,8 @@ from scaletrain_cli.cli.options import AsJson, complete_cluster, completer, seco
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, find_sweep, list_runs, runs_root, submitted_at
+from scaletrain_cli.sent_run import sent
+from scaletrain_cli.spec.clusters_file import clusters_file
 from scaletrain_cli.text import counted, did_you_mean
 from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
@@ -94,18 +96,21 @@ def command(
     if not runs and submitted:
         chosen_by = [*([f"was submitted in the last {since}"] if since else []), *(["is yours"] if mine else [])]
         say(f"none of the {counted(len(submitted), 'run')} under {runs_root()} {' and '.join(chosen_by)}.")
-        return
-    if not runs:
+    elif not runs:
         say(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
-        return
-    from scaletrain_cli.ui.tables import show_runs
-
-    if not found:
+    elif not found:
         say(f"none of the {counted(len(runs), 'run')} under {runs_root()} is {' or '.join(state or ())}.")
-        return
-    show_runs([(run, submitted[run], status, _eta_seconds(run, status)) for run, status in found])
-    if left:
-        say(f"{counted(left, 'older run')} not shown; --limit 0 shows all")
+    else:
+        from scaletrain_cli.ui.tables import show_runs
+
+        show_runs([(run, submitted[run], status, _eta_seconds(run, status)) for run, status in found])
+        if left:
+            say(f"{counted(left, 'older run')} not shown; --limit 0 shows all")
+    if clusters_file().exists() and not sent().here:
+        from scaletrain_cli.launch.login_node.sent_runs import sent_runs
+
+        for name in sorted({run.cluster for run in sent_runs()}):
+            say(f"for the runs that were sent to {name}: scaletrain list --cluster {name}")
 
 
 def _is_of_another(run: RunDir) -> bool:

@@ -8,7 +8,7 @@ import typer
 from scaletrain_cli.cli.options import AsJson, run_argument
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.paths import Sweep, find_run_or_sweep, find_sweep
+from scaletrain_cli.rundir.paths import RunDir, Sweep, find_run_or_newest, find_run_or_sweep, find_sweep
 from scaletrain_cli.safe_files import can_be_replaced, replace_file
 from scaletrain_cli.ui.json import print_json
 
@@ -17,7 +17,10 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 def command(
     runs: Annotated[
-        list[str] | None, run_argument("Run ids, run directories, or a sweep. Several runs are compared.", "RUN...")
+        list[str] | None,
+        run_argument(
+            "Run ids, run directories, or a sweep; several runs are compared (default: the newest run).", "RUN..."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the page to this file.")
@@ -38,9 +41,10 @@ def command(
         raise UsageError(Reason("report.no-output"))
     if output is not None and not can_be_replaced(output):
         raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
-    if bool(runs) == (sweep is not None):
+    if runs and sweep is not None:
         raise UsageError(Reason("report.runs-or-sweep"))
-    found = [find_sweep(sweep)] if sweep is not None else [find_run_or_sweep(name) for name in runs or ()]
+    found: list[RunDir | Sweep] = [find_sweep(sweep)] if sweep is not None else [*map(find_run_or_sweep, runs or ())]
+    found = found or [find_run_or_newest(None)]
     sweeps = [each for each in found if isinstance(each, Sweep)]
     if sweeps and len(found) > 1:
         raise UsageError(Reason("report.one-sweep", {"sweep": sweeps[0].name}))

@@ -113,12 +113,16 @@ def node_session(run: RunDir, record: RunRecord, node: JobNode, request: Mapping
     Raises UsageError if the back end cannot do it, or if the node refuses; SchedulerError if the node is not reached.
     Whatever ends the block also ends what was started on the node.
     """
+    with open_session(command_on_node(run, record, node), node.name, request) as session:
+        yield session
+
+
+def command_on_node(run: RunDir, record: RunRecord, node: JobNode) -> NodeCommand:
+    """Return the command for open_session(). Raises UsageError if the back end has none."""
     scheduler = record.spec.cluster.scheduler
     backend: Backend = backend_for(scheduler)
     with failures_of_plugin(scheduler):
-        command = backend.node_command(run, record, node)
-    with open_session(command, node.name, request) as session:
-        yield session
+        return backend.node_command(run, record, node)
 
 
 @contextlib.contextmanager
@@ -393,9 +397,8 @@ def port_pair(text: str) -> PortPair:
 
 
 def forward_ports(
-    run: RunDir,
-    record: RunRecord,
-    node: JobNode,
+    command: NodeCommand,
+    where: str,
     pairs: Sequence[PortPair],
     on_open: Callable[[PortPair], None],
     on_refusal: Callable[[Reason], None],
@@ -404,11 +407,11 @@ def forward_ports(
 
     ``on_open`` gets each pair once it is served, with the local port that it has; ``on_refusal`` gets, in another
     thread, why a connection could not be opened on the node. Raises UsageError if a local port is in use, and the
-    errors of node_session(); SchedulerError when the connection to the node is lost, as at the end of the run.
+    errors of open_session(); SchedulerError when the connection to the node is lost, as at the end of the run.
     """
     with contextlib.ExitStack() as open_ports:
         listeners = [(open_ports.enter_context(_listener(pair.local)), pair.remote) for pair in pairs]
-        with node_session(run, record, node, {"ports": True}) as session:
+        with open_session(command, where, {"ports": True}) as session:
             forwarding = _Forwarding(session, on_refusal)
             for listener, remote in listeners:
                 on_open(PortPair(listener.getsockname()[1], remote))

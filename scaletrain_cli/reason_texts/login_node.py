@@ -58,10 +58,6 @@ TEXTS: Texts = {
         "{run} is on another cluster than {cluster}, and moves there by its mirror alone",
         "scaletrain resume {run} --from-mirror URL --cluster {cluster}",
     ),
-    "no-port-forward": (
-        "{run} is on the cluster of {host}, whose nodes this machine does not reach",
-        "Forward the port there too: ssh -L PORT:127.0.0.1:PORT {host} {command} port-forward {run} PORT",
-    ),
     "no-calibration": (
         "{run} is on the cluster of {host}, and `plan` runs on this machine",
         "Calibrate there, where `submit` plans its runs: ssh {host} {command} plan SPEC --calibrate {run}",

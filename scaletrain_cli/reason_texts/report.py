@@ -8,7 +8,7 @@ TEXTS: Texts = {
         "{file} cannot be written: it is not a file, or {folder} does not exist or cannot be written to",
         "Give the name of a file in an existing folder: -o report.html",
     ),
-    "runs-or-sweep": ("name the runs to report, or one sweep by --sweep", "`scaletrain list` shows the runs"),
+    "runs-or-sweep": ("names of runs and --sweep exclude each other", "`scaletrain list` shows the runs"),
     "one-sweep": ("{sweep} is a sweep, which is reported alone", "Name only the sweep, or name single runs to compare"),
     "many-runs": ("{runs:of run} are too many for one page; the most are {most}", "Name the runs to compare"),
     "section-damaged": "{section}: {detail}",

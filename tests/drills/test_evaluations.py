@@ -13,7 +13,7 @@ from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from tests.cli.command_line import scaletrain
 from tests.drills.campaign.forked_attempts import ForkedRun
-from tests.drills.training_runs import drill_spec, slowed, submit_drill
+from tests.drills.training_runs import drill_spec, submit_drill
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.drill
@@ -38,7 +38,10 @@ def test_each_checkpoint_is_evaluated_once(dataset: Path, tmp_path: Path, monkey
     (tmp_path / "tiny.yaml").write_text(TINY_TASK.format(folder=tmp_path))
     (tmp_path / "tiny.jsonl").write_text('{"question": "import", "choices": [" os", " zzqx"], "answer": 0}\n')
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(VARIABLE, slowed({1: 31}))  # the last steps take longer than an evaluation
+    # the first evaluation is submitted before the second checkpoint, also on a busy machine
+    monkeypatch.setenv(VARIABLE, "slow-rank step=21 seconds=1.5")
+    trained = tmp_path / "trained"
+    after_training = f"until [ -e {trained} ]; do sleep 0.1; done; exit 1"
     text = tmp_path / "held-out.txt"
     text.write_text("def main():\n    return 0\n" * 50)
     tasks = [
@@ -46,7 +49,7 @@ def test_each_checkpoint_is_evaluated_once(dataset: Path, tmp_path: Path, monkey
         "{kind: generation, name: samples, prompts: ['import'], max_new_tokens: 3}",
         f"{{kind: lm_eval, name: harness, tasks: [tiny], include_path: {tmp_path}, batch_size: '1', "
         f"command: [{sys.executable}, -m, lm_eval]}}",
-        f"{{kind: lm_eval, name: broken, tasks: [no_such_task], command: [{sys.executable}, '-c', 'exit(1)']}}",
+        f"{{kind: lm_eval, name: broken, tasks: [no_such_task], command: [sh, '-c', '{after_training}']}}",
     ]
     drill = submit_drill(
         dataset,
@@ -58,6 +61,8 @@ def test_each_checkpoint_is_evaluated_once(dataset: Path, tmp_path: Path, monkey
     drill.wait_for_end()
     assert drill.events("finished"), drill.log()
     over = ("done", "failed")
+    assert not {one.state for one in read_evaluations(drill.run)}.intersection(over), "training waits for no evaluation"
+    trained.touch()
     wait_until(lambda: [one.state in over for one in read_evaluations(drill.run)] == [True, True], "both are evaluated")
 
     evaluations = read_evaluations(drill.run)
@@ -72,9 +77,6 @@ def test_each_checkpoint_is_evaluated_once(dataset: Path, tmp_path: Path, monkey
     logged = {line["step"]: line["code/loss"] for line in read_metrics(drill.run) if "code/loss" in line}
     assert logged == {one.step: one.metrics["code/loss"] for one in evaluations}
     assert logged[40] < logged[20]
-    # training went on while the first evaluation ran
-    begun = next(event["time"] for event in drill.events("evaluation-submitted"))
-    assert begun < next(event["time"] for event in drill.events("finished"))
     assert best_step(drill.run, "code/loss", {20, 40}) == 40
 
     again = scaletrain("evaluation", "submit", drill.run.path, "--json")

@@ -55,9 +55,8 @@ def test_every_verb_runs_where_its_run_is(away: Site) -> None:
     assert answers == {words: (ExitCode.DONE, "|".join((*words, "away"))) for words in answers}
 
 
-@pytest.mark.parametrize("words", [["port-forward", "away", "6006"], ["plan", "run.yaml", "--calibrate", "away"]])
-def test_a_verb_that_cannot_run_there_says_what_to_do(away: Site, words: list[str]) -> None:
-    refused = away.scaletrain(*words)
+def test_a_calibration_from_a_run_there_is_refused_with_what_to_do(away: Site) -> None:
+    refused = away.scaletrain("plan", "run.yaml", "--calibrate", "away")
     assert refused.returncode == ExitCode.USAGE
     assert "login.site" in refused.stderr
     assert refused.stdout == ""

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember, sent_runs
+from tests.launch.sessions import ECHO_SERVER, Sessions
 from tests.launch.working_tree import WorkingTree
 from tests.login_node.conftest import Site
 from tests.login_node.server import REAL_COMMAND
+from tests.ports import reserved_port
+from tests.waiting import wait_until
 
 SPEC = f"""
 schema: scaletrain/v1
@@ -75,6 +79,7 @@ def test_a_run_is_submitted_seen_and_resumed_from_a_laptop(site: Site, tree: Wor
     assert waited.returncode == ExitCode.CRASHED
     assert json.loads(waited.stdout)["state"] == "failed"
     assert "the program says first k-'\"$(1) in 1" in site.scaletrain("logs").stdout, "the newest run, with its secret"
+    assert "scaletrain list --cluster site" in site.scaletrain("list").stderr
     assert run_id in site.scaletrain("list", "--cluster", "site").stdout
     assert "failed" in site.scaletrain("explain", run_id).stdout
 
@@ -85,7 +90,7 @@ def test_a_run_is_submitted_seen_and_resumed_from_a_laptop(site: Site, tree: Wor
     assert "the program says second" in site.scaletrain("logs", run_id).stdout
 
     page = tmp_path / "page.html"
-    assert site.scaletrain("report", run_id, "-o", str(page)).returncode == ExitCode.DONE
+    assert site.scaletrain("report", "-o", str(page)).returncode == ExitCode.DONE
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert site.scaletrain("rm", run_id, "--yes").returncode == ExitCode.DONE
     assert not (site.runs / run_id).exists()
@@ -185,7 +190,19 @@ def test_the_command_of_exec_is_passed_on_word_by_word(site: Site) -> None:
     ended = site.scaletrain("exec", "away", "--", "sh", "-c", "echo 'a b' $HOME --help", "-h")
     assert ended.stdout == "exec|away|--|sh|-c|echo 'a b' $HOME --help|-h|"
     assert ended.returncode == 7
-    assert "ssh -L" in site.scaletrain("port-forward", "away", "6006").stderr
+
+
+def test_a_port_of_a_run_there_is_at_a_port_of_the_laptop(site: Site, tree: WorkingTree) -> None:
+    tree.write("train.py", ECHO_SERVER)
+    run_id = site.scaletrain("submit", "run.yaml", "--cluster", "site").stdout.strip()
+    said = re.compile(r"^(?:\[rank 0\] )?(\d+)$", re.MULTILINE)
+    wait_until(lambda: said.search(site.scaletrain("logs", run_id).stdout), "the program prints its port")
+    port = said.findall(site.scaletrain("logs", run_id).stdout)[0]
+    Sessions(run_id, os.environ).forwards_a_port(int(port), reserved_port())
+    refused = site.scaletrain("port-forward", run_id, "6006", "--node", "7")
+    assert refused.returncode == ExitCode.USAGE
+    assert "has no node 7" in refused.stderr
+    assert site.scaletrain("cancel", run_id, "--yes").returncode == ExitCode.DONE
 
 
 def test_a_run_id_that_is_a_path_or_a_command_is_refused_here(site: Site, tree: WorkingTree) -> None:

@@ -146,8 +146,15 @@ def test_nothing_but_the_file_is_written_and_what_is_not_a_file_is_refused(tmp_p
         assert (ended.code, "cannot be written" in ended.err) == (2, True)
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "pipe").unlink()
-    assert scaletrain("report", "r1").code == scaletrain("report", "-o", tmp_path / "x.html").code == 2
+    assert scaletrain("report", "r1").code == scaletrain("report", "r1", "--sweep", "s", "-o", "x.html").code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "runs"]
+
+
+def test_without_a_name_the_newest_run_is_reported(tmp_path: Path) -> None:
+    prepare("finished", "r1")
+    prepare("failed", "r2")
+    os.utime(tmp_path / "runs" / "r1" / "run.json", (1, 1))
+    assert [run["run_id"] for run in scaletrain("report", "--json").data["runs"]] == ["r2"]
 
 
 @pytest.mark.parametrize("state", ["queued", "running", "preempted", "failed", "cancelled", "unknown"])
