@@ -132,7 +132,7 @@ def plan_preparation(
         tasks = min(_MOST_TASKS, max(1, math.ceil(one_worker / per_task)))
     if spec.training.objective in ("sft", "dpo"):
         tasks = 1  # rows are prepared by one process
-    params = {"seconds": max(1.0, seconds), "bytes": answer["bytes"], "workers": workers, "tasks": tasks}
+    params = {"seconds": max(1.0, seconds), "workers": workers, "tasks": tasks}
     if choice == "now":
         return PreparationPlan("here", Reason("preparation.here-as-chosen"), datasets=datasets)
     if choice == "job":

@@ -5,8 +5,7 @@ from scaletrain_cli.reasons import Texts
 TEXTS: Texts = {
     "unknown-choice": "--prepare {given} must be one of {choices:list}",
     "is-prepared": "the data are prepared",
-    "here": "the data are prepared on this machine first: about {seconds:seconds} for {bytes:bytes} with {workers:of "
-    "worker}",
+    "here": "the data are prepared on this machine first: about {seconds:seconds} with {workers:of worker}",
     "here-as-chosen": "the data are prepared on this machine first, as --prepare now asks for",
     "only-here": "the data are not prepared: this is done first, on this machine",
     "by-user": ("the data must be prepared below the runs root of the nodes", "Run scaletrain data prepare there"),
@@ -26,7 +25,7 @@ TEXTS: Texts = {
     "unseen-path": "{path} is {place}",
     "no-packages": "{names:list} not installed here",
     "job": "the data are prepared by a job of {tasks:of task}, and the training job waits for it: it would take about "
-    "{seconds:seconds} here for {bytes:bytes} with {workers:of worker}",
+    "{seconds:seconds} here with {workers:of worker}",
     "job-as-chosen": "the data are prepared by a job of {tasks:of task}, and the training job waits for it, as "
     "--prepare job asks for",
     "job-unseen": "the data are prepared by a job of {tasks:of task}, and the training job waits for it, since they "

@@ -25,7 +25,7 @@ from tests.launch.conftest import SPEC, make_plan, make_spec
 SLURM = ("cluster.scheduler=slurm",)
 PODS = ("cluster.scheduler=kubernetes",)
 IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}", "data={source: /shards}")
-NOT_PREPARED = {"prepared": False, "bytes": 400_000_000_000, "seconds": 267e3}
+NOT_PREPARED = {"prepared": False, "seconds": 267e3}
 Answers = Callable[[dict[str, Any]], None]
 
 
@@ -128,7 +128,7 @@ def test_epochs_that_cannot_be_counted_are_refused_with_what_to_do(
 
 
 def test_nothing_is_prepared_for_a_run_that_does_not_fit(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers({"prepared": False, "bytes": 1, "seconds": 1.0})
+    answers({"prepared": False, "seconds": 1.0})
     started: list[object] = []
     monkeypatch.setattr("scaletrain_cli.launch.epochs.prepare_data", lambda *given: started.append(given))
     with pytest.raises(InfeasibleError, match="divides over 1 x 3"):
@@ -205,7 +205,7 @@ def test_the_points_of_a_sweep_have_steps_of_their_own(answers: Answers, tmp_pat
 
 
 def test_a_dry_run_estimates_and_prepares_nothing(answers: Answers, tmp_path: Path) -> None:
-    answers({"prepared": False, "bytes": 1, "seconds": 1.0, "datasets": []})
+    answers({"prepared": False, "seconds": 1.0, "datasets": []})
     (tmp_path / "a.txt").write_text("alpha beta gamma\n" * 200)
     submission = prepare_submission(with_epochs(2, f"data.source={tmp_path}/a.txt"), dry_run=True)
     assert submission.epochs is not None

@@ -106,7 +106,7 @@ def _prepared(
 
 
 def _checked(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[str, Any]:
-    """Return whether the data are prepared; else also the bytes of their files, and the seconds of one worker.
+    """Return whether the data are prepared; else also the seconds of one worker.
 
     ``datasets``: those that are there, as a run records them.
     """
@@ -115,17 +115,15 @@ def _checked(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[
     found = find_datasets(spec, runs_root, known)
     entries: list[Entry] = entries_of(spec, runs_root, known if found is None else found)
     if found is not None:
-        return {"prepared": True, "bytes": 0, "seconds": 0.0, "datasets": entries}
+        return {"prepared": True, "seconds": 0.0, "datasets": entries}
     if is_of_images(spec):
-        size = source_bytes(spec, known)
-        return {"prepared": False, "bytes": size, "seconds": size / _IMAGE_BYTES_PER_SECOND, "datasets": entries}
-    size = sum(_bytes(spec, known))
+        seconds = source_bytes(spec, known) / _IMAGE_BYTES_PER_SECOND
+        return {"prepared": False, "seconds": seconds, "datasets": entries}
     seconds = preparation_seconds(spec, runs_root, workers=1) if spec.training.objective == "causal_lm" else None
-    seconds = size / _ROW_BYTES_PER_SECOND if seconds is None else seconds
+    seconds = sum(_bytes(spec, known)) / _ROW_BYTES_PER_SECOND if seconds is None else seconds
     if isinstance(spec.model, LlavaSpec):
-        of_images = bytes_of_named_images(spec.data)
-        size, seconds = size + of_images, seconds + of_images / _IMAGE_BYTES_PER_SECOND
-    return {"prepared": False, "bytes": size, "seconds": seconds, "datasets": entries}
+        seconds += bytes_of_named_images(spec.data) / _IMAGE_BYTES_PER_SECOND
+    return {"prepared": False, "seconds": seconds, "datasets": entries}
 
 
 def bytes_of_named_images(data: DataSpec) -> int:

@@ -73,7 +73,8 @@ def run_interactively(node: LoginNode, script: str, *, of_command: bool = False)
     not known what the script did, and SchedulerError if ScaleTrain is not installed there.
     """
     terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-    code = subprocess.run(command_of(node, script, "-t" if terminal else "-T")).returncode
+    # ssh would end each verb with "Shared connection to ... closed."
+    code = subprocess.run(command_of(node, script, *(("-t", "-oLogLevel=ERROR") if terminal else ("-T",)))).returncode
     if of_command:
         return code if code >= 0 else 128 - code
     if code == _SSH_FAILED:
@@ -104,9 +105,9 @@ def _not_installed(node: LoginNode) -> SchedulerError:
     return SchedulerError(Reason("login_node.not-installed", params))
 
 
-def command_of(node: LoginNode, script: str, terminal: str) -> list[str]:
+def command_of(node: LoginNode, script: str, *options: str) -> list[str]:
     # sh, since the login shell of the user may be another one.
-    return ["ssh", terminal, *_ALIVE, *_sharing(node), "--", node.ssh, f"exec sh -c {shlex.quote(script)}"]
+    return ["ssh", *options, *_ALIVE, *_sharing(node), "--", node.ssh, f"exec sh -c {shlex.quote(script)}"]
 
 
 @functools.cache
