@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import select
 import shutil
 import signal
 import struct
@@ -39,7 +40,8 @@ _OF_THE_AGENT = (HEARTBEAT_VARIABLE, STACKS_VARIABLE, "SCALETRAIN_AGENT_PID")
 _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_PID_VARIABLE = "SCALETRAIN_RANK_PID"
 _HANG_UP_SECONDS = 5.0  # from SIGHUP to SIGKILL, for a command whose user is gone
-_LAST_OUTPUT_SECONDS = 2.0  # a background process may keep the output open after the command has ended
+_QUIET_SECONDS = 2.0  # after the end of a command: a background process may keep its output open
+_LOOK_SECONDS = 0.05
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells count
 _SHELLS = ("/bin/bash", "/bin/sh")
 
@@ -216,7 +218,7 @@ class Command:
     size: Sequence[int] | None
     _process: subprocess.Popen[bytes] = field(init=False)
     _outputs: dict[int, Outgoing] = field(default_factory=dict, init=False)
-    _copies: list[threading.Thread] = field(default_factory=list, init=False)
+    _copies: dict[int, threading.Thread] = field(default_factory=dict, init=False)  # by the descriptor they read
     _input: Incoming = field(init=False)
     _terminal: int | None = field(default=None, init=False)
 
@@ -249,11 +251,13 @@ class Command:
             reads = {STDOUT: own}
         for channel, descriptor in reads.items():
             outgoing = self._outputs[channel] = Outgoing(self.link, channel)
-            self._copies.append(threading.Thread(target=outgoing.copy, args=(read_from(descriptor),), daemon=True))
+            self._copies[descriptor] = threading.Thread(
+                target=outgoing.copy, args=(read_from(descriptor),), daemon=True
+            )
 
     def copy_output(self) -> None:
         """Begin to send the output."""
-        for copy in self._copies:
+        for copy in self._copies.values():
             copy.start()
 
     def _popen(self, **streams: Any) -> subprocess.Popen[bytes]:
@@ -294,11 +298,18 @@ class Command:
             os.killpg(self._process.pid, signum)
 
     def wait(self) -> int:
-        """Wait for the process and its output; return its exit code, 128 and its number for a signal."""
+        """Wait for the process and its output; return its exit code, 128 and its number for a signal.
+
+        All that it has written is sent, however slowly the other end takes it.
+        """
         code = self._process.wait()
-        deadline = time.monotonic() + _LAST_OUTPUT_SECONDS
-        for copy in self._copies:
-            copy.join(max(0.0, deadline - time.monotonic()))
+        since = time.monotonic()
+        while open_outputs := [descriptor for descriptor, copy in self._copies.items() if copy.is_alive()]:
+            if select.select(open_outputs, (), (), 0)[0]:  # not sent yet, or at its end
+                since = time.monotonic()
+            elif time.monotonic() >= since + _QUIET_SECONDS:
+                break
+            self._copies[open_outputs[0]].join(_LOOK_SECONDS)
         return code if code >= 0 else 128 - code
 
     def _resize(self, rows: int, columns: int) -> None:

@@ -5,10 +5,15 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.launch.node import command
+from scaletrain_cli.launch.node.processes import process_state
 from scaletrain_cli.launch.node.streams import WINDOW_BYTES, Incoming, Kind, Link, Outgoing
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -120,4 +125,28 @@ def test_a_link_whose_other_end_is_gone_says_so() -> None:
     reads, writes = os.pipe()
     os.close(reads)
     assert not Link(-1, writes).send(Kind.READY)
+    os.close(writes)
+
+
+def test_all_that_a_command_has_written_is_sent_however_late_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_QUIET_SECONDS", 0.0)
+    reads, writes = os.pipe()
+    link, size = Link(reads, writes), WINDOW_BYTES + 30_000  # the rest fits into the pipe of the command, which ends
+    started = command.Command(link, ["head", "-c", str(size), "/dev/zero"], os.environ, Path("/"), None)
+    started.start()
+    started.copy_output()
+    taken, frames = 0, link.frames()
+    while taken < WINDOW_BYTES:
+        taken += len(next(frames).data)
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(started.wait)
+        wait_until(lambda: process_state(started._process.pid) == "X", "it has ended, and is waited for")
+        started._outputs[command.STDOUT].taken(taken)
+        assert ended.result() == 0
+    link.send(Kind.EXITED)
+    while (frame := next(frames)).kind != Kind.EXITED:
+        taken += len(frame.data)
+    assert taken == size
+    started._process.communicate()  # closes its pipes
+    os.close(reads)
     os.close(writes)
