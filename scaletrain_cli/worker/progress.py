@@ -5,6 +5,7 @@ One per logged step, in addition to the readable line:
     {"scaletrain": "progress", "step": 7, "total_steps": 80, "loss": 6.5133, "tokens_per_second": 1180.2}
 """
 
+import contextlib
 import json
 import math
 from typing import Any
@@ -31,15 +32,19 @@ def progress_line(
     return json.dumps(line)
 
 
+def read_object(line: str, *kinds: str) -> dict[str, Any] | None:
+    """Return the JSON object of a line whose key ``scaletrain`` has one of the kinds; None for any other line."""
+    if line.startswith('{"scaletrain"'):
+        with contextlib.suppress(ValueError, RecursionError):  # any program can print a line that begins like this
+            document: dict[str, Any] = json.loads(line)
+            return document if document.get("scaletrain") in kinds else None
+    return None
+
+
 def read_progress(line: str) -> dict[str, float] | None:
     """Return the finite numbers of a progress line by name, or None for any other line."""
-    if not line.startswith('{"scaletrain"'):
-        return None
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):  # any program can print a line that begins like this
-        return None
-    if found.get("scaletrain") != _KIND or not isinstance(found.get("step"), int):
+    found = read_object(line, _KIND)
+    if found is None or not isinstance(found.get("step"), int):
         return None
     return {
         name: value

@@ -22,7 +22,7 @@ from typing import Any
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.reasons import Reason, reason_from, recorded
 from scaletrain_cli.secret_text import hide_values_in
-from scaletrain_cli.worker.progress import read_progress
+from scaletrain_cli.worker.progress import read_object, read_progress
 
 PATH = "/dev/termination-log"  # the default of Kubernetes
 _MARK = "pod-end"
@@ -118,14 +118,8 @@ def attempt_end_line(attempt: int, exit_code: int, *, requeue: bool, reason: Rea
 
 def read_pod_line(line: str) -> dict[str, Any] | None:
     """Return the JSON object of an attempt-start or attempt-end line; None for any other line."""
-    if not line.startswith('{"scaletrain"'):
-        return None
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_about_attempt = found.get("scaletrain") in ("attempt-start", "attempt-end")
-    return found if is_about_attempt and isinstance(found.get("attempt"), int) else None
+    found = read_object(line, "attempt-start", "attempt-end")
+    return found if found is not None and isinstance(found.get("attempt"), int) else None
 
 
 def preparation_end_line(error: ScaletrainError, why: object) -> str:
@@ -141,14 +135,8 @@ def preparation_sizes_line(sizes: Mapping[str, Sequence[object]]) -> str:
 
 def preparation_end(lines: Iterable[str]) -> dict[str, Any] | None:
     """Return the object of the last preparation-end line; None if there is none."""
-    found: dict[str, Any] | None = None
-    for line in lines:
-        if line.startswith('{"scaletrain"'):
-            with contextlib.suppress(ValueError, RecursionError):
-                said = json.loads(line)
-                if said.get("scaletrain") == "preparation-end" and isinstance(said.get("exit_code"), int):
-                    found = said
-    return found
+    ends = [said for line in lines if (said := read_object(line, "preparation-end")) is not None]
+    return next((said for said in reversed(ends) if isinstance(said.get("exit_code"), int)), None)
 
 
 def rank_of(line: str) -> tuple[int | None, str]:
