@@ -197,7 +197,11 @@ def _parts(setting: StepSetting) -> _Parts:
 
     # The chunked loss computes the gradient of the hidden states whether or not anything before them trains.
     arriving = layout.cross_entropy == "chunked" or trains_before_head(model, trained)
-    head = head_time(model, work, profile, rate, trained.head, arriving)
+    # Beside fp8 and fp4 the head multiplies in 16 bits (Megatron-LM, gpt_model.py: output_layer is a
+    # ColumnParallelLinear, not Transformer Engine's; torchtitan's recipes for float8: filter_fqns = ["output"]).
+    narrow = spec.training.precision in ("fp8", "fp4") and spec.training.precision in device.flops
+    head_rate = rates(device, "bf16") if narrow else rate
+    head = head_time(model, work, profile, head_rate, trained.head, arriving)
     # Each chunk of the loss adds to the head's fp32 gradient: it reads two tensors of its size and writes one, 12
     # bytes per parameter. The log-probabilities of ``dpo`` are computed again, because their gradients follow from the
     # loss of the pair (engine/model/loss.py ``_ChunkedTokens``).

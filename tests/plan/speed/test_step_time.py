@@ -142,6 +142,16 @@ def test_the_update_on_the_host_takes_48_bytes_per_parameter_and_the_copy_of_its
     assert host_update_seconds(spec, device, 10**9) == pytest.approx(48e9 / 2.5e9 + 2e9 / link)
 
 
+def test_the_head_multiplies_in_16_bits_beside_fp8() -> None:
+    def seconds(precision: str, vocab_size: int) -> float:
+        spec = spec_of("llama-7b", cluster__gpu="h100-sxm-80gb", training__precision=precision)
+        spec = spec.model_copy(update={"model": spec.transformer.model_copy(update={"vocab_size": vocab_size})})
+        return plan_time(spec, layout_of(spec), find_accelerator(spec.cluster))[0].compute
+
+    bf16, fp8 = (seconds(precision, 256_000) - seconds(precision, 32_000) for precision in ("bf16", "fp8"))
+    assert fp8 == pytest.approx(bf16, rel=0.01)
+
+
 def test_blocking_launches_add_host_to_device_and_overlap_nothing() -> None:
     spec = spec_of("llama-7b", cluster__nodes=2, cluster__gpu="a100-sxm-80gb")
     blocked = spec.model_copy(update={"env": {"CUDA_LAUNCH_BLOCKING": "1"}})
