@@ -1,5 +1,6 @@
 """The processes of each rank that read its batches, and the CPU cores that they take."""
 
+from scaletrain_cli.spec.data import NO_DATA
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 from scaletrain_cli.spec.run import RunSpec
 
@@ -8,20 +9,28 @@ CORES_PER_GPU = 4
 _MOST_AUTOMATIC = 15  # processes of a rank, of about 250 MB each; they decode 5,000 images of 224 pixels a second
 
 
-def cores_per_rank(spec: RunSpec) -> int:
-    """Return the CPU cores that a rank of a job of images has at least."""
+def set_cores(spec: RunSpec) -> int | None:
+    """Return the CPU cores of a rank that the spec sets; None if it leaves them to the node."""
     cluster, of_node = spec.cluster, spec.cluster.section.cores_per_node
     if of_node is not None:
         return max(1, of_node // cluster.gpus_per_node)
-    if cluster.cpus_per_gpu != "auto":
-        return cluster.cpus_per_gpu
-    return 1 if cluster.gpu == "cpu" else CORES_PER_GPU
+    return None if cluster.cpus_per_gpu == "auto" else cluster.cpus_per_gpu
+
+
+def cores_per_rank(spec: RunSpec) -> int:
+    """Return the CPU cores that a job requests for each rank: those that the spec sets, else what every node has."""
+    return set_cores(spec) or (1 if spec.cluster.gpu == "cpu" else CORES_PER_GPU)
+
+
+def decodes_images(spec: RunSpec) -> bool:
+    """Return whether CPU cores read and decode files of images."""
+    has_files = any(path not in (NO_DATA, SKLEARN_DIGITS) for _, path in spec.data.paths())
+    return spec.unit != "tokens" and has_files and not spec.code.own_program
 
 
 def decodes_beside_gpus(spec: RunSpec) -> bool:
     """Return whether CPU cores decode images while GPUs train the engine's model."""
-    has_files = any(path != SKLEARN_DIGITS for _, path in spec.data.paths())
-    return spec.cluster.gpu != "cpu" and spec.unit != "tokens" and has_files and not spec.code.own_program
+    return spec.cluster.gpu != "cpu" and decodes_images(spec)
 
 
 def loader_processes(spec: RunSpec, cores: int | None = None) -> int:

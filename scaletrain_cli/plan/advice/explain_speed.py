@@ -16,7 +16,7 @@ from scaletrain_cli.plan.search.layout_search import Candidate, evaluate
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.loader_processes import loader_processes
+from scaletrain_cli.spec.loader_processes import decodes_images
 
 _AXES = {
     "tensor_parallel": "tensor",
@@ -182,17 +182,15 @@ def _winner(spec: RunSpec, plan: RunPlan) -> Question:
 
 def _image_loader(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
     """Yield the question whether reading and decoding keep up with the step, for runs that read images."""
-    if spec.unit == "tokens":
+    if not decodes_images(spec):
         return
     from scaletrain_cli.plan.vision.image_feed import (  # only for images
         allowed_workers,
         image_feed,
-        is_fed,
+        image_readers,
         waits_for_storage,
     )
 
-    if not is_fed(spec):
-        return
     time, layout = plan.time, plan.layout
     busy = time.step - time.data_wait
     feed = image_feed(spec, layout, busy)
@@ -205,10 +203,10 @@ def _image_loader(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
         Row("read by a node, of the step", round(feed.read_rate * busy)),
         Row("waiting for data", seconds=time.data_wait, share=time.data_wait / time.step),
     )
-    given = {"workers": loader_processes(spec), "needed": allowed_workers(spec, feed)}
+    given = {"workers": image_readers(spec), "needed": allowed_workers(spec, feed)}
     if waits_for_storage(spec, feed):
         verdict = Reason("plan.storage-is-too-slow", {"needed": feed.read_rate})
-    elif time.data_wait and (spec.data.loader.workers == "auto" or given["workers"] >= given["needed"]):
+    elif time.data_wait and given["workers"] >= given["needed"]:
         cores = {"needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
         verdict = Reason("plan.cores-are-too-few", cores)
     elif time.data_wait:

@@ -13,14 +13,16 @@ from typing import Any
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import ClusterSpec
+from scaletrain_cli.spec import ClusterSpec, RunSpec
+from scaletrain_cli.spec.loader_processes import set_cores
 from scaletrain_cli.text import nearest_name
 
 HOPPER = 9.0  # CUDA compute capability
 # Smallest rate: a smaller one is a typing error, and dividing by it would overflow.
 _SLOWEST = 1.0
-# Defaults for a device that the user describes: a host link of PCIe 4.0 x16, and a network between nodes.
+# Defaults for a device that the user describes: a host link of PCIe 4.0 x16, a server, and a network between nodes.
 _USUAL_HOST_BANDWIDTH = 31.5e9
+_USUAL_HOST = "server-64"
 _USUAL_NETWORK = "ethernet-100g"
 
 
@@ -38,6 +40,8 @@ class Accelerator:
     multiprocessors: int  # 0: unknown
     network: str  # name in the network catalogue: the links between nodes of the manufacturer's reference system
     source: str
+    host_cores: int  # of the usual server, for each of its devices: physical cores, and the peak rate of its memory
+    host_memory_bandwidth: float
     is_cpu: bool = False
     package: int = 1  # devices with faster links among each other than ``intra_node_bandwidth``, and the rate of these
     package_bandwidth: float = 0.0
@@ -81,7 +85,8 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
             name=name,
             flops={key.removesuffix("_flops"): float(value) for key, value in row.items() if key.endswith("_flops")},
             is_cpu=name == "cpu",
-            **{key: value for key, value in row.items() if not key.endswith(("_flops", "nvlink_domain"))},
+            **_host(row.get("host", _USUAL_HOST)),
+            **{key: value for key, value in row.items() if not key.endswith(("_flops", "nvlink_domain", "host"))},
         )
         if cluster.gpu_slice is not None:
             found = _part_of(found, *cluster.gpu_slice)
@@ -99,6 +104,7 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
             multiprocessors=0,
             network=_USUAL_NETWORK,
             source="the run spec",
+            **_host(_USUAL_HOST),
         )
     if cluster.intra_node_bandwidth != "auto":
         found = replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, _SLOWEST), package=1)
@@ -108,6 +114,25 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
     if stated.matmul or stated.attention or stated.memory:
         found = replace(found, efficiency=(stated.matmul, stated.attention, stated.memory))
     return found
+
+
+def rank_cores(spec: RunSpec) -> int:
+    """Return the CPU cores of each rank, for the processes that read its data and for an optimizer on the CPU.
+
+    ``auto``: those of the device's usual server. The node agent divides the cores of a node among its ranks, too
+    (launch/node/ranks.py ``rank_environment``).
+    """
+    given = set_cores(spec)
+    return find_accelerator(spec.cluster).host_cores if given is None else given
+
+
+def _host(name: str) -> dict[str, Any]:
+    """Return the cores of a server and the bandwidth of its memory, for each of its devices."""
+    row = packaged_data("plan/catalogue/hardware.json")["hosts"][name]
+    return {
+        "host_cores": row["cores"] // row["gpus"],
+        "host_memory_bandwidth": row["memory_bandwidth"] / row["gpus"],
+    }
 
 
 def _part_of(device: Accelerator, slices: int, gib: int) -> Accelerator:
@@ -121,6 +146,8 @@ def _part_of(device: Accelerator, slices: int, gib: int) -> Accelerator:
         flops={precision: rate * compute for precision, rate in device.flops.items()},
         memory_bandwidth=device.memory_bandwidth * min(1.0, memory / device.memory_bytes),
         multiprocessors=round(device.multiprocessors * compute),
+        host_cores=max(1, int(device.host_cores * compute)),
+        host_memory_bandwidth=device.host_memory_bandwidth * compute,
     )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, rank_cores
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.states import MOMENT_BYTES, MasterWeights, gradient_bytes, master_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout
@@ -14,15 +14,15 @@ _LINK_SHARE = 0.8
 # around it: clipping 8, norm and check for overflow 4, cast to 16 bits and copy to pinned memory 8 (DeepSpeed,
 # stage3.py step, unscale_and_clip_grads, _reassign_or_swap_out_partitioned_parameters).
 _UPDATE_BYTES = 48
-# Bytes/s of one thread, of one process with many threads, and of the two sockets of a node. A thread: 2.4 GB/s for 7B
-# on 8 A800 and 3 GB/s for BERT on 8 A100, where launchers set one thread per rank. A process: 40 GB/s (DeepSpeed, pull
-# request 735: 11.6B parameters in 8.2 s) and 27 GB/s (18B on one A100). A node: two sockets of 150 GB/s, less the
-# accesses to the other socket's memory.
+# Bytes/s of one thread, and of one process with many threads. A thread: 2.4 GB/s for 7B on 8 A800 and 3 GB/s for BERT
+# on 8 A100, where launchers set one thread per rank. A process: 40 GB/s (DeepSpeed, pull request 735: 11.6B parameters
+# in 8.2 s) and 27 GB/s (18B on one A100).
 THREAD_BANDWIDTH = 2.5e9
 _PROCESS_BANDWIDTH = 35e9
-_NODE_BANDWIDTH = 200e9
-# Cores of a server, for ``cluster.cpus_per_gpu: auto``.
-_CORES = 64
+# Share of the peak of the host's memory that the ranks of a node reach together: 0.8 of streams (McCalpin, STREAM, on
+# servers of two sockets), and of these 48 of 68 bytes, as a cached store reads its line before it writes it (20 bytes;
+# DeepSpeed, csrc/includes/simd.h has no streaming stores).
+_HOST_SHARE = 0.8 * 48 / 68
 # Bytes/s of a data-center NVMe drive on PCIe 4.0 x4, which reads 6 to 7 GB/s and writes about 4 (data sheets); all
 # ranks of a node share it.
 _NVME_BANDWIDTH = 5e9
@@ -70,8 +70,7 @@ def host_update_seconds(spec: RunSpec, device: Accelerator, updated: int) -> flo
     A step that the loss scaler skips takes none of them (stage3.py ``step`` returns after the check for overflow).
     """
     copied = updated * weight_bytes(spec.training.precision) / (device.host_bandwidth * _LINK_SHARE)
-    ranks, given = spec.cluster.gpus_per_node, spec.cluster.cpus_per_gpu
-    threads = max(1, _CORES // ranks) if given == "auto" else given
-    return copied + updated * _UPDATE_BYTES / min(
-        threads * THREAD_BANDWIDTH, _PROCESS_BANDWIDTH, _NODE_BANDWIDTH / ranks
-    )
+    given = spec.env.get("OMP_NUM_THREADS", "")  # else the node agent sets it to the cores of a rank
+    threads = max(1, int(given)) if given.isdecimal() else rank_cores(spec)
+    memory_rate = device.host_memory_bandwidth * _HOST_SHARE
+    return copied + updated * _UPDATE_BYTES / min(threads * THREAD_BANDWIDTH, _PROCESS_BANDWIDTH, memory_rate)

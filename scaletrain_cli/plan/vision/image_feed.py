@@ -3,14 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.catalogue.hardware import rank_cores
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.vision.losses import views
-from scaletrain_cli.plan.vision.networks import autocasts
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
-from scaletrain_cli.spec.data import NO_DATA
-from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
-from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, loader_processes
+from scaletrain_cli.spec.loader_processes import decodes_beside_gpus, decodes_images, loader_processes, set_cores
 from scaletrain_cli.spec.sources import MOST_WORKERS
 from scaletrain_cli.spec.vision_model import image_channels
 
@@ -29,8 +26,11 @@ _FILE_SECONDS = 0.1e-3
 # are applied, 0.85 ms.
 _PIXEL_SECONDS, _COLOR_SECONDS, _OPERATION_SECONDS = 20e-9, 2.6e-9, 17e-9
 _COLORS = 4  # brightness, contrast, saturation and hue
-# Reader processes are counted on to be busy this share of the time; a thread shares Python's lock with the training.
-_BUSY_SHARE, _THREAD_SHARE = 0.8, 0.5
+# Share of these rates that a core of a busy server reaches: four and eight processes of torch's DataLoader on 16 vCPUs
+# decode 0.33 to 0.54 of what as many single ones do (arXiv:2605.08731), as cores share clocks, caches and memory; and
+# CLIP ViT-B/32 got 730 to 850 images/s from 6 cores per GPU where it was fastest (LAION, trained_models_info.csv). The
+# loader of the engine is as fast as torch's (benchmarks/results/image_loader.md). A thread shares Python's lock.
+_CORE_SHARE = 0.5
 _PROCESS_BYTES = 256 << 20  # of a reader process: Python, NumPy, Pillow and torch without a GPU
 
 
@@ -51,12 +51,6 @@ class ImageFeed:
     workers: int
     read_rate: float
     wait: float
-
-
-def is_fed(spec: RunSpec) -> bool:
-    """Return whether the engine reads and decodes the images of this run."""
-    own = framework_of(spec).is_engine and not spec.code.own_program and not autocasts(spec)
-    return own and spec.unit != "tokens" and any(path not in (NO_DATA, SKLEARN_DIGITS) for _, path in spec.data.paths())
 
 
 def core_seconds(spec: RunSpec) -> float:
@@ -88,28 +82,31 @@ def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:
     images = layout.global_batch_size / layout.data_parallel
     rate = images / step
     busy = rate * seconds
+    readers = max(1, min(image_readers(spec), rank_cores(spec)))
     read = ranks * images * IMAGE_BYTES * _stored_pixels(spec) / _IMAGE_PIXELS
     return ImageFeed(
         rank_rate=rate,
         node_rate=ranks * rate,
         core_rate=1 / seconds,
-        cores=math.ceil(ranks * busy / _BUSY_SHARE),
-        workers=0 if busy <= _THREAD_SHARE else math.ceil(busy / _BUSY_SHARE),
+        cores=math.ceil(ranks * busy / _CORE_SHARE),
+        workers=0 if busy <= _CORE_SHARE else math.ceil(busy / _CORE_SHARE),
         read_rate=read / step,
-        wait=max(0.0, images * seconds / _cores(spec) - step, read / storage_bandwidth(spec) - step),
+        wait=max(0.0, images * seconds / _CORE_SHARE / readers - step, read / storage_bandwidth(spec) - step),
     )
 
 
 def allowed_workers(spec: RunSpec, feed: ImageFeed) -> int:
-    """Return the workers of each rank to set: those that suffice, at most the cores of a rank and the spec's limit."""
-    cores = set_cores(spec)
-    return min(feed.workers, MOST_WORKERS, MOST_WORKERS if cores is None else cores)
+    """Return the workers of each rank to set: those that suffice, at most the spec's limit and the cores of a rank.
+
+    ``auto`` leaves one of these to the training loop.
+    """
+    automatic = spec.data.loader.workers == "auto"
+    return min(feed.workers, MOST_WORKERS, max(1, rank_cores(spec) - automatic))
 
 
-def set_cores(spec: RunSpec) -> int | None:
-    """Return the cores of a rank that the spec sets; None if it leaves them to the node."""
-    is_set = spec.cluster.section.cores_per_node is not None or spec.cluster.cpus_per_gpu != "auto"
-    return cores_per_rank(spec) if is_set else None
+def image_readers(spec: RunSpec) -> int:
+    """Return the processes of each rank that decode; 0: a thread does."""
+    return loader_processes(spec, rank_cores(spec))
 
 
 def reader_bytes(spec: RunSpec, layout: Layout) -> int:
@@ -117,9 +114,9 @@ def reader_bytes(spec: RunSpec, layout: Layout) -> int:
 
     Two batches of a process are in its slots while it decodes another.
     """
-    if not is_fed(spec) or not decodes_beside_gpus(spec):
+    if not decodes_beside_gpus(spec):
         return 0
-    count = loader_processes(spec, cores_per_rank(spec) if set_cores(spec) is not None else MOST_WORKERS)
+    count = loader_processes(spec, set_cores(spec) or MOST_WORKERS)
     samples = layout.global_batch_size // layout.data_parallel
     assert not isinstance(spec.model, ModelSpec)
     return count * (_PROCESS_BYTES + 3 * samples * views(spec) * _side(spec) ** 2 * image_channels(spec.model))
@@ -127,20 +124,12 @@ def reader_bytes(spec: RunSpec, layout: Layout) -> int:
 
 def data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
     """Return the seconds that a step waits for images, because workers read ahead while it runs."""
-    return image_feed(spec, layout, step).wait if is_fed(spec) else 0.0
+    return image_feed(spec, layout, step).wait if decodes_images(spec) else 0.0
 
 
 def waits_for_storage(spec: RunSpec, feed: ImageFeed) -> bool:
     """Return whether storage is too slow for the images of a step, whatever decodes them."""
     return feed.read_rate > storage_bandwidth(spec)
-
-
-def _cores(spec: RunSpec) -> float:
-    """Return the cores of a rank that decode: its workers, at most its cores; a thread has half of one."""
-    workers, given = loader_processes(spec), set_cores(spec)
-    if not workers:
-        return _THREAD_SHARE
-    return workers if given is None else min(workers, given)
 
 
 def storage_bandwidth(spec: RunSpec) -> float:

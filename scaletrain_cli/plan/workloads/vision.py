@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import Rule
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, rank_cores
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.device_memory import against_device
@@ -20,8 +20,7 @@ from scaletrain_cli.plan.vision.image_feed import (
     IMAGE_BYTES,
     allowed_workers,
     image_feed,
-    is_fed,
-    set_cores,
+    image_readers,
     storage_bandwidth,
     waits_for_storage,
 )
@@ -36,7 +35,7 @@ from scaletrain_cli.plan.workloads.base import Workload
 from scaletrain_cli.plan.workloads.text import TextWorkload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
-from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, loader_processes
+from scaletrain_cli.spec.loader_processes import decodes_beside_gpus, decodes_images, set_cores
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.sources import MOST_WORKERS
 
@@ -46,25 +45,26 @@ _FEW_IMAGES = 16
 
 def loader_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
     """Yield warnings about storage, workers and cores that do not keep up with the step."""
-    if not is_fed(spec):
+    if not decodes_images(spec):
         return
     feed = image_feed(spec, layout, time.step - time.data_wait)
     if waits_for_storage(spec, feed):
         given = {"given": storage_bandwidth(spec), "image_bytes": IMAGE_BYTES}
         rates = {"needed": feed.read_rate, "images": feed.node_rate, **given}
         yield Reason("plan.images-exceed-storage", {**rates, "wait": time.data_wait})
-    workers, cores, automatic = loader_processes(spec), set_cores(spec), spec.data.loader.workers == "auto"
+    workers, cores, automatic = image_readers(spec), rank_cores(spec), spec.data.loader.workers == "auto"
     needs = {"given": workers, "needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
     wait = {"wait": time.data_wait, "share": time.data_wait / time.step}
-    if not automatic and workers < (allowed := allowed_workers(spec, feed)) and time.data_wait:
+    if workers < (allowed := allowed_workers(spec, feed)) and time.data_wait:
         yield Reason("plan.too-few-image-workers", {**needs, **wait, "needed": allowed})
     if feed.workers > MOST_WORKERS and time.data_wait:
         yield Reason("plan.image-workers-beyond-limit", {**needs, **wait, "most": MOST_WORKERS})
-    if cores is not None and cores < feed.workers + automatic:  # one core is left to the training loop
-        yield Reason("plan.too-few-cores-for-images", {**needs, "needed": feed.workers + automatic, "cores": cores})
-    if cores is None and automatic and workers < feed.workers and time.data_wait:
-        given = {"cores": cores_per_rank(spec), "needed": min(feed.workers, MOST_WORKERS) + 1}
-        yield Reason("plan.images-need-cores", {**needs, **wait, **given})
+    if cores < feed.workers + automatic:  # one core is left to the training loop
+        needs |= {"needed": min(feed.workers, MOST_WORKERS) + automatic, "cores": cores}
+        if set_cores(spec) is not None:
+            yield Reason("plan.too-few-cores-for-images", needs)
+        elif time.data_wait:
+            yield Reason("plan.images-need-cores", {**needs, **wait})
 
 
 def _about_batch_norm(spec: RunSpec, layout: Layout) -> Iterator[Reason]:
@@ -158,13 +158,13 @@ class ImageWorkload(Workload):
 
     def feed_assumptions(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
         """Yield the images per second that the plan needs, and what they need of processors and storage."""
-        if not is_fed(spec):
+        if not decodes_images(spec):
             return
         feed = image_feed(spec, layout, time.step - time.data_wait)
         rates = {"rank": feed.rank_rate, "node": feed.node_rate, "cores": feed.cores, "core_rate": feed.core_rate}
         yield Reason("plan.assumes-image-rate", rates)
         if spec.data.loader.workers == "auto" and decodes_beside_gpus(spec):
-            readers = {"workers": loader_processes(spec), "cores": cores_per_rank(spec)}
+            readers = {"workers": image_readers(spec), "cores": rank_cores(spec)}
             yield Reason("plan.assumes-image-readers", readers)
         yield Reason("plan.assumes-image-bytes", {"read": feed.read_rate, "image_bytes": IMAGE_BYTES})
 
@@ -226,7 +226,7 @@ class VisionWorkload(ImageWorkload):
         yield Reason("plan.assumes-vision-activations", {"element_bytes": weight_bytes(spec.training.precision)})
         yield Reason("plan.assumes-vision-time")
         yield Reason("plan.assumes-vision-flops", {"unit": spec.unit})
-        code = "plan.assumes-samples" if is_fed(spec) else "plan.assumes-vision-data"
+        code = "plan.assumes-samples" if decodes_images(spec) else "plan.assumes-vision-data"
         yield Reason(code, {"samples": samples, "unit": spec.unit})
 
 

@@ -24,6 +24,8 @@ def test_every_accelerator_has_plausible_sourced_figures(name: str) -> None:
         assert 100e9 < device.memory_bandwidth < 10e12
         size = int(name.rsplit("-", 1)[1].removesuffix("gb")) * 1e9
         assert 0.94 * size < device.memory_bytes < 1.075 * size  # vendors' GB are partly GiB
+        assert 3 <= device.host_cores <= 72
+        assert 15e9 < device.host_memory_bandwidth < 400e9
 
 
 def test_a_device_has_only_the_precisions_of_its_units() -> None:

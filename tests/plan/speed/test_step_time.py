@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.plan.axes import resolve_axes
-from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator, rank_cores
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.buffers import zero_buffers
 from scaletrain_cli.plan.memory.device_memory import plan_memory
@@ -140,6 +140,21 @@ def test_the_update_on_the_host_takes_48_bytes_per_parameter_and_the_copy_of_its
     device = find_accelerator(spec.cluster)
     link = 0.8 * device.host_bandwidth
     assert host_update_seconds(spec, device, 10**9) == pytest.approx(48e9 / 2.5e9 + 2e9 / link)
+
+
+def test_the_update_on_the_host_has_the_cores_and_the_memory_of_the_usual_server() -> None:
+    def seconds(spec: RunSpec) -> float:
+        device = find_accelerator(spec.cluster)
+        return host_update_seconds(spec, device, 10**9) - 2e9 / (0.8 * device.host_bandwidth)
+
+    old, new = (spec_of("llama-7b", cluster__gpu=gpu) for gpu in ("v100-sxm2-32gb", "h100-sxm-80gb"))
+    assert [rank_cores(spec) for spec in (old, new)] == [40 // 8, 112 // 8]
+    assert seconds(old) == pytest.approx(48e9 / (136.5e9 / 8 * 0.8 * 48 / 68))  # its memory is slower than its cores
+    assert seconds(new) == pytest.approx(48e9 / (14 * 2.5e9))
+    threads = new.model_copy(update={"env": {"OMP_NUM_THREADS": "2"}})
+    assert seconds(threads) == pytest.approx(48e9 / 5e9)
+    pod = spec_of("llama-7b", cluster__scheduler="kubernetes", cluster__kubernetes={"cpus_per_node": 24})
+    assert (rank_cores(pod), seconds(pod)) == (3, pytest.approx(48e9 / 7.5e9))
 
 
 def test_the_head_multiplies_in_16_bits_beside_fp8() -> None:

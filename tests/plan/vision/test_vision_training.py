@@ -5,6 +5,7 @@ import pytest
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.advice.explain import explain
 from scaletrain_cli.plan.axes import resolve_axes
+from scaletrain_cli.plan.catalogue.hardware import rank_cores
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
@@ -206,8 +207,16 @@ def test_slow_storage_and_few_cores_limit_the_images_of_a_step() -> None:
     assert few.time.data_wait > 0
 
 
-def test_only_the_engine_waits_for_images() -> None:
-    for changes in ({"planner__framework": "fsdp"}, {"planner__autocast": True}, {"data__source": "sklearn-digits"}):
+def test_a_step_is_as_long_as_the_slower_of_gpu_and_data_path_in_every_framework() -> None:
+    for changes in ({}, {"planner__framework": "fsdp"}):
+        spec = spec_of(**{"data__loader": {"workers": 2}, "cluster__cpus_per_gpu": 6, **changes})
+        plan = make_plan(spec)
+        time, layout = plan.time, plan.layout
+        images = layout.global_batch_size / layout.data_parallel
+        # two processes that decode at the same time, each at half of the rate of one alone
+        assert time.step == pytest.approx(images * core_seconds(spec))
+        assert time.step == time.compute + time.exposed_communication + time.optimizer + time.data_wait
+    for changes in ({"data__source": "sklearn-digits"}, {"code__command": ["python", "train.py"]}):
         assert make_plan(spec_of(**{"data__loader": {"workers": 0}, **changes})).time.data_wait == 0
 
 
@@ -255,28 +264,34 @@ def test_workers_are_advised_up_to_the_limit_of_the_spec_and_the_cores_of_a_rank
     enough = make_plan(spec_of(cluster__cpus_per_gpu=2, data__loader={"workers": 2}))
     assert "plan.too-few-image-workers" not in codes(enough)
     assert "plan.too-few-cores-for-images" in codes(enough)
-    heavy = with_images(spec_of(data__loader={"workers": 64}), rand_augment={"num_ops": 16, "probability": 1})
+    many = spec_of(cluster__cpus_per_gpu=100, data__loader={"workers": 64})
+    heavy = with_images(many, rand_augment={"num_ops": 16, "probability": 1})
     slow = heavy.model_copy(update={"model": heavy.model.model_copy(update={"image_size": 1024})})
     feed = image_feed(slow, make_plan(heavy).layout, step=0.1)
     assert feed.workers > 64
     assert allowed_workers(slow, feed) == 64
 
 
-def test_automatic_workers_are_the_requested_cores_and_the_plan_says_how_many_are_enough() -> None:
-    few = make_plan(spec_of(data__loader={}))
+def test_automatic_workers_are_the_cores_of_the_usual_server_and_the_plan_says_how_many_are_enough() -> None:
+    spec = spec_of(data__loader={}, cluster__gpu="v100-sxm2-32gb", training__precision="fp16")
+    few = make_plan(spec)
     assert few.time.data_wait > 0
     (reason,) = [reason for reason in few.warnings if reason.code == "plan.images-need-cores"]
-    assert reason.params["cores"] == 4
+    assert reason.params["cores"] == rank_cores(spec) == 5  # a DGX-1 has 40 for its eight GPUs
     assert "plan.too-few-image-workers" not in codes(few)
     (readers,) = [each for each in few.assumptions if each.code == "plan.assumes-image-readers"]
-    assert readers.params == {"workers": 3, "cores": 4}
-    (loader,) = [question for question in explain(spec_of(data__loader={}), few) if question.key == "loader"]
+    assert readers.params == {"workers": 4, "cores": 5}
+    (loader,) = [question for question in explain(spec, few) if question.key == "loader"]
     assert loader.answer is False
-    enough = make_plan(spec_of(data__loader={}, cluster__cpus_per_gpu=reason.params["needed"]))
+
+    def with_cores(cores: int) -> RunPlan:
+        cluster = spec.cluster.model_copy(update={"cpus_per_gpu": cores})
+        return make_plan(spec.model_copy(update={"cluster": cluster}))
+
+    enough = with_cores(reason.params["needed"])
     assert enough.time.data_wait == 0
     assert not codes(enough) & {"plan.images-need-cores", "plan.too-few-cores-for-images"}
-    one_less = make_plan(spec_of(data__loader={}, cluster__cpus_per_gpu=reason.params["needed"] - 1))
-    assert "plan.too-few-cores-for-images" in codes(one_less)
+    assert "plan.too-few-cores-for-images" in codes(with_cores(reason.params["needed"] - 1))
 
 
 def test_pods_have_memory_for_the_processes_that_read() -> None:

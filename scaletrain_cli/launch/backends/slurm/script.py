@@ -17,7 +17,7 @@ from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON, TOKEN
 from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec
-from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus
+from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, set_cores
 from scaletrain_cli.spec.slurm import UNLIMITED_SECONDS
 
 # Variables of Slurm, devices, the cluster's network, and Kerberos, which a home folder may need.
@@ -409,8 +409,8 @@ def lead_seconds(cluster: ClusterSpec) -> int:
 def cores_per_node(spec: RunSpec) -> int | None:
     """Return the number of CPU cores to request on each node; None for the cluster's default."""
     cluster = spec.cluster
-    is_set = cluster.cpus_per_gpu != "auto" or cluster.gpu == "cpu" or decodes_beside_gpus(spec)
-    return cores_per_rank(spec) * cluster.gpus_per_node if is_set else None
+    requested = set_cores(spec) or cluster.gpu == "cpu" or decodes_beside_gpus(spec)
+    return cores_per_rank(spec) * cluster.gpus_per_node if requested else None
 
 
 def spec_environment(spec: RunSpec) -> dict[str, str]:
