@@ -126,7 +126,8 @@ def _v100(row: Mapping[str, str]) -> Case:
             offload=_offload(row, from_transformers) if zero_3 else "none",
         ),
         # Omni-Path 4 x 100 Gbit/s per node of four GPUs
-        Machines("v100-sxm2-32gb", gpus, 4, network="omni-path-100g", inter_node_bandwidth=12.5e9),
+        # A launcher of torch sets OMP_NUM_THREADS to 1 (experiments/gpt2-hf, LAUNCHER).
+        Machines("v100-sxm2-32gb", gpus, 4, network="omni-path-100g", inter_node_bandwidth=12.5e9, cpus_per_gpu=1),
         global_batch=whole(row, "gbs_samples", _BATCH_OF_1B3 if row["model"] == "1.3B" else None),
         micro_batch=whole(row, "mbs"),
         training={"precision": "fp16", "grad_dtype": "fp16"},

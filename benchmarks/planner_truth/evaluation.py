@@ -97,7 +97,7 @@ class Outcome:
 
 def judge(table: Table, directory: Path, framework: str | None = None) -> Outcome:
     """Predict every row of a file; count the rows that cannot be mapped by reason."""
-    if not (directory / table.file).is_file():
+    if not table.path(directory).is_file():
         return Outcome((), {}, missing=True)
     read_dimensions(directory)
     judged, skipped = [], Counter[str]()

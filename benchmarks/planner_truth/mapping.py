@@ -83,6 +83,7 @@ def build_case(
     training: Mapping[str, Any] | None = None,
     planner: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> Case:
     """Return the spec, with every axis set, and its layout. Raises Unmapped if the parts do not form a run."""
     if min(degrees.world_size, degrees.data, machines.count, machines.per_node, micro_batch, global_batch) < 1:
@@ -97,7 +98,7 @@ def build_case(
         "schema": "scaletrain/v1",
         "name": "measured",
         "model": _model(model),
-        "data": {"source": "python-stdlib", "tokenizer": {"kind": "bpe", "vocab_size": 1}},
+        "data": {"source": "python-stdlib", "tokenizer": {"kind": "bpe", "vocab_size": 1}, **(data or {})},
         "training": {
             "global_batch_size": global_batch,
             "micro_batch_size": micro_batch,

@@ -180,5 +180,6 @@ SETS = (
     TruthSet("deepspeed-memory", _D, "memory", "DeepSpeed, peak memory", target="≤ 10 %", by="set"),
     TruthSet("timm-time", vision.TIMM, "time", "timm, ResNet, ConvNeXt and ViT, RTX 3090"),
     TruthSet("dle-time", vision.DLE, "time", "NVIDIA examples, ResNet-50, V100 and A100"),
+    TruthSet("openclip-time", vision.OPENCLIP, "time", "OpenCLIP, A100, with decoding of images"),
     TruthSet("mlperf-resnet-time", vision.MLPERF, "time", "MLPerf ResNet-50, step time"),
 )

@@ -65,10 +65,15 @@ class Table:
         if both:
             raise ValueError(f"{self.file}: {', '.join(sorted(both))} cannot be input and measured at once")
 
+    def path(self, directory: Path) -> Path:
+        """Return the file in the directory, or if it has none, the one beside this module, which the project has."""
+        given = directory / self.file
+        return given if given.is_file() else Path(__file__).with_name(self.file)
+
     def read(self, directory: Path) -> list[Row]:
         """Return every row of the file; a missing column reads as empty."""
         csv.field_size_limit(_LARGEST_FIELD)
-        with (directory / self.file).open(encoding="utf-8", newline="") as file:
+        with self.path(directory).open(encoding="utf-8", newline="") as file:
             return [self._split(number, row) for number, row in enumerate(csv.DictReader(file), start=2)]
 
     def _split(self, line: int, row: Mapping[str, str | None]) -> Row:

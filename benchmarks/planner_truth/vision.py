@@ -1,4 +1,4 @@
-"""Published throughput of ResNet, ConvNeXt and DeiT: timm on one GPU, NVIDIA's examples and MLPerf on many."""
+"""Published throughput of ResNet, ConvNeXt, DeiT and CLIP: timm on one GPU, NVIDIA's examples, MLPerf and OpenCLIP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case
 from planner_truth.table import Measured, Table, number, whole
+from scaletrain_cli.spec.data import NO_DATA
 from scaletrain_cli.spec.presets import vision_presets
 
 _CONVNEXT = {"nano": ((80, 160, 320, 640), (2, 2, 8, 2)), "xlarge": ((256, 512, 1024, 2048), (3, 3, 27, 3))}
@@ -27,6 +28,8 @@ _GPUS = {
     "NVIDIA H100-PCIe-80GB": "h100-pcie-80gb",
     "NVIDIA H200-SXM5-141GB": "h200-sxm-141gb",
 }
+# timm's benchmark makes its images, and NVIDIA's runs decode them on GPUs or many cores (DALI).
+_NO_FILES = {"source": NO_DATA}
 _PRECISIONS = {"amp fp16": "fp16", "amp bf16": "bf16", "fp32": "fp32"}
 
 
@@ -54,6 +57,7 @@ def build_timm(row: Mapping[str, str]) -> Case:
             "autocast": precision != "fp32",
             "attention": "materialised" if "PyTorch 1." in row["software"] else "auto",
         },
+        data=_NO_FILES,
     )
 
 
@@ -106,6 +110,7 @@ def build_mlperf(row: Mapping[str, str]) -> Case:
         global_batch=batch,
         micro_batch=batch // gpus,
         training={"precision": "fp16", "grad_dtype": "fp16", "optimizer": {"name": "momentum"}, "compile": True},
+        data=_NO_FILES,
     )
 
 
@@ -154,6 +159,7 @@ def build_dle(row: Mapping[str, str]) -> Case:
             "compile": mixed and not row["model"].startswith("PyTorch"),
         },
         planner={"autocast": mixed},
+        data=_NO_FILES,
     )
 
 
@@ -167,6 +173,54 @@ def measure_dle(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured
     return Measured(step_seconds=batch / rate if rate else None)
 
 
+# mlfoundations/open_clip, model_configs: image and text tower of those that are no preset.
+_TEXT = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_LARGE_CLIP = {"H/14": (1280, 32, 5120), "g/14": (1408, 40, 6144)}
+
+
+def build_openclip(row: Mapping[str, str]) -> Case:
+    """Return a run of OpenCLIP on JUWELS Booster: autocast, unfused attention, JPEG decoded by torch's DataLoader.
+
+    README.md, "SLURM": four GPUs per node, and six cores and eight workers for each. docs/PRETRAINED.md: 40 GB, L/14
+    with gradient checkpointing.
+    """
+    gpus, batch, arch = whole(row, "gpus"), whole(row, "local_bs"), row["arch"]
+    if arch in _LARGE_CLIP:
+        width, layers, inner = _LARGE_CLIP[arch]
+        sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": inner}
+        tower = {**sizes, "num_attention_heads": 16, "patch_size": 14}
+        model = {"family": "clip", "vision_config": tower, "text_config": _TEXT, "projection_dim": 1024}
+    else:
+        size, _, patch = arch.partition("/")
+        model = dict(vision_presets()[f"clip-vit-{ {'B': 'base', 'L': 'large'}[size] }-patch{patch}"])
+    return build_case(
+        "fsdp",
+        model,
+        Degrees(data=gpus, checkpointing="none" if arch.startswith("B") else "full"),
+        Machines("a100-sxm-40gb", gpus, 4, network="infiniband-hdr", cpus_per_gpu=6),
+        global_batch=batch * gpus,
+        micro_batch=batch,
+        training={"precision": "fp16", "grad_dtype": "fp32"},
+        planner={"autocast": True, "attention": "materialised"},
+        data={"source": "laion", "loader": {"workers": 8}},
+    )
+
+
+def measure_openclip(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
+    """Return the seconds of a step from the pairs per second of all GPUs, which the log prints with all waits."""
+    rate = number(truth, "samples_per_sec")
+    return Measured(step_seconds=whole(inputs, "gpus") * whole(inputs, "local_bs") / rate if rate else None)
+
+
+# LAION-AI/scaling-laws-openclip@529d3701013ce53ecf3e62824e471b31f99749a3, trained_models_info.csv (arXiv:2212.07143)
+OPENCLIP = Table(
+    file="openclip.csv",
+    input_columns=frozenset({"arch", "gpus", "local_bs"}),
+    truth_columns=frozenset({"samples_per_sec"}),
+    build=build_openclip,
+    measure=measure_openclip,
+    source=lambda row: "openclip",
+)
 TIMM = Table(
     file="cnn_vit_single_gpu_timm.csv",
     input_columns=frozenset("model gpu gpu_mem_gb n_gpus precision memory_format batch_size img_size software".split()),
