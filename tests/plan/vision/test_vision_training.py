@@ -226,6 +226,8 @@ def test_published_runs_of_clip_that_decode_images_are_within_the_range_of_a_pla
     digits = make_plan(spec_of("clip-vit-base-patch32", data__source="sklearn-digits"))
     assert decoded.ranges.time.measured_regime == "decoded images"
     assert digits.ranges.time.measured_regime == "images"
+    # of a vision-language model, whose language model takes seconds for each image
+    assert make_plan(spec_of("llava-tiny", training__global_batch_size=16)).ranges.time.regime == "images"
     assert decoded.ranges.step_seconds is not None
     assert decoded.ranges.step_seconds.p90 > 2 * decoded.time.step
 
