@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from scaletrain_cli.plan.advice.explanation import Question, Row, modes, row, sized
+from scaletrain_cli.plan.advice.explanation import Question, Row, row, sized
 from scaletrain_cli.plan.axes import CHECKPOINTING, divisors
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
@@ -66,7 +66,7 @@ def _axes(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Questio
 def _recomputation(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
     """Yield the question whether activations must be recomputed, with every mode of checkpointing."""
     mode = plan.layout.activation_checkpointing
-    found = _series(spec, plan, device, "activation_checkpointing", list(modes(spec)))
+    found = _series(spec, plan, device, "activation_checkpointing", list(workload_of(spec.model).checkpointing))
     if len(found) < 2:
         return
     rows = tuple(row(f"recompute {value}", candidate, _CHOSEN if value == mode else None) for value, candidate in found)
@@ -188,7 +188,6 @@ def _image_loader(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
         allowed_workers,
         image_feed,
         image_readers,
-        waits_for_storage,
     )
 
     time, layout = plan.time, plan.layout
@@ -204,7 +203,7 @@ def _image_loader(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
         Row("waiting for data", seconds=time.data_wait, share=time.data_wait / time.step),
     )
     given = {"workers": image_readers(spec), "needed": allowed_workers(spec, feed)}
-    if waits_for_storage(spec, feed):
+    if feed.read_rate > feed.storage:
         verdict = Reason("plan.storage-is-too-slow", {"needed": feed.read_rate})
     elif time.data_wait and given["workers"] >= given["needed"]:
         cores = {"needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}

@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from scaletrain_cli.plan.catalogue.hardware import rank_cores
+from scaletrain_cli.plan.catalogue.hardware import rank_cores, stated_rate
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.vision.losses import views
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
-from scaletrain_cli.spec.loader_processes import decodes_beside_gpus, decodes_images, loader_processes, set_cores
+from scaletrain_cli.spec.loader_processes import decodes_beside_gpus, loader_processes, set_cores
 from scaletrain_cli.spec.sources import MOST_WORKERS
 from scaletrain_cli.spec.vision_model import image_channels
 
@@ -40,8 +40,8 @@ class ImageFeed:
 
     ``rank_rate``, ``node_rate``: images per second that a rank and a node need so that no step waits. ``core_rate``:
     images per second that one core decodes and augments. ``cores``: of a node. ``workers``: processes of each rank that
-    suffice. ``read_rate``: bytes per second from storage or network by each node. ``wait``: seconds that a step waits
-    with the workers of the spec.
+    suffice. ``read_rate``: bytes per second from storage or network by each node; ``storage``: those that the spec
+    allows, infinite if it does not say. ``wait``: seconds that a step waits with the workers of the spec.
     """
 
     rank_rate: float
@@ -50,6 +50,7 @@ class ImageFeed:
     cores: int
     workers: int
     read_rate: float
+    storage: float
     wait: float
 
 
@@ -82,6 +83,7 @@ def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:
     images = layout.global_batch_size / layout.data_parallel
     rate = images / step
     busy = rate * seconds
+    storage = stated_rate(spec.cluster.storage_bandwidth, math.inf)
     readers = max(1, min(image_readers(spec), rank_cores(spec)))
     read = ranks * images * IMAGE_BYTES * _stored_pixels(spec) / _IMAGE_PIXELS
     return ImageFeed(
@@ -91,7 +93,8 @@ def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:
         cores=math.ceil(ranks * busy / _CORE_SHARE),
         workers=0 if busy <= _CORE_SHARE else math.ceil(busy / _CORE_SHARE),
         read_rate=read / step,
-        wait=max(0.0, images * seconds / _CORE_SHARE / readers - step, read / storage_bandwidth(spec) - step),
+        storage=storage,
+        wait=max(0.0, images * seconds / _CORE_SHARE / readers - step, read / storage - step),
     )
 
 
@@ -120,19 +123,3 @@ def reader_bytes(spec: RunSpec, layout: Layout) -> int:
     samples = layout.global_batch_size // layout.data_parallel
     assert not isinstance(spec.model, ModelSpec)
     return count * (_PROCESS_BYTES + 3 * samples * views(spec) * _side(spec) ** 2 * image_channels(spec.model))
-
-
-def data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
-    """Return the seconds that a step waits for images, because workers read ahead while it runs."""
-    return image_feed(spec, layout, step).wait if decodes_images(spec) else 0.0
-
-
-def waits_for_storage(spec: RunSpec, feed: ImageFeed) -> bool:
-    """Return whether storage is too slow for the images of a step, whatever decodes them."""
-    return feed.read_rate > storage_bandwidth(spec)
-
-
-def storage_bandwidth(spec: RunSpec) -> float:
-    """Return the bytes per second that a node reads; without a limit if the spec sets none."""
-    given = spec.cluster.storage_bandwidth
-    return math.inf if given == "auto" else max(given, 1.0)

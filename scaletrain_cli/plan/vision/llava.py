@@ -16,12 +16,11 @@ from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageMemor
 from scaletrain_cli.plan.speed.step_time import trained_stage_time
 from scaletrain_cli.plan.trained_parameters import SameObject, Stage, trained_at
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stage
-from scaletrain_cli.plan.vision.image_feed import data_wait
 from scaletrain_cli.plan.vision.memory import activation_bytes, memory_of_phases
 from scaletrain_cli.plan.vision.networks import llava_tower
 from scaletrain_cli.plan.vision.operations import VisionNetwork
 from scaletrain_cli.plan.vision.states import stages_of_run, trained_count, trained_network, vision_states
-from scaletrain_cli.plan.vision.step_time import StepSeconds, network_seconds, time_of_samples
+from scaletrain_cli.plan.vision.step_time import NetworkSeconds, network_seconds, time_of_samples
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 _PATH = "language_model."
@@ -124,13 +123,16 @@ def llava_stage_time(
         for each in model_parameters(spec.model)
         if each.name.startswith(_PATH) and (stage is None or each.name in stage.since)
     )
-    seen = network_seconds(spec, layout, device, parts.images, trained)
-    compute, exposed = read.compute + seen.compute, read.exposed_communication + seen.exposed
-    optimizer = read.optimizer + seen.optimizer
-    waited = 0.0 if least else data_wait(spec, layout, compute + exposed + optimizer)
-    seconds = StepSeconds(compute, exposed, optimizer, waited, read.recompute + seen.recompute, read.by_stage)
-    samples, peak = layout.global_batch_size, layout.world_size * device.peak_flops(spec.training.precision)
-    repeated = seen.recomputed_flops + (read.hfu - read.mfu) * read.step * peak / samples
-    time = time_of_samples(spec, layout, device, seconds, llava_flops(spec, stage), repeated)
-    sent = network.per_step_bytes.data + seen.sent
-    return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
+    seen = network_seconds(spec, layout, device, parts.images, trained, least=least)
+    peak = layout.world_size * device.peak_flops(spec.training.precision)
+    both = NetworkSeconds(
+        compute=read.compute + seen.compute,
+        exposed=read.exposed_communication + seen.exposed,
+        optimizer=read.optimizer + seen.optimizer,
+        recompute=read.recompute + seen.recompute,
+        by_stage=read.by_stage,
+        sent=network.per_step_bytes.data + seen.sent,
+        repeated_flops=seen.repeated_flops + (read.hfu - read.mfu) * read.step * peak / layout.global_batch_size,
+    )
+    time = time_of_samples(spec, layout, device, both, llava_flops(spec, stage), least=least)
+    return time, Network(PerStepBytes(tensor=0, pipeline=0, data=both.sent, sequence=0, expert=0))

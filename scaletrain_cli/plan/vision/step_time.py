@@ -19,13 +19,14 @@ from scaletrain_cli.plan.speed.communication import ring_share
 from scaletrain_cli.plan.speed.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.trained_parameters import Stage
-from scaletrain_cli.plan.vision.image_feed import data_wait
+from scaletrain_cli.plan.vision.image_feed import image_feed
 from scaletrain_cli.plan.vision.losses import caches_gradients, feature_width, loss_seconds, views
 from scaletrain_cli.plan.vision.networks import planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
 from scaletrain_cli.plan.vision.parameters import parameter_counts, vision_buffers
 from scaletrain_cli.plan.vision.states import trained_count, trained_network
 from scaletrain_cli.spec import ModelSpec, ResNetSpec, RunSpec
+from scaletrain_cli.spec.loader_processes import decodes_images
 
 # Share of the rate of large products that batched per-head products reach, as in speed/kernels.py; and the share if
 # rows are not a multiple of 16 bytes, as with 197 tokens, so that elements are loaded one by one (NVIDIA, Matrix
@@ -159,105 +160,81 @@ def vision_stage_time(
     ``stage``: what the run trains (None: everything). ``least``: without what depends on the global batch, for lower
     bounds: contrastive losses, a second forward pass, and waiting for data.
     """
-    training, profile = spec.training, framework_of(spec).profile
     whole = trained_network(planned_network(spec, device), vision_model(spec), stage)
-    count = trained_count(spec, stage)
-    micro_batches, full = layout.gradient_accumulation_steps, layout.activation_checkpointing == "full"
-    on, images = machine(device, training.precision, layout.compile), views(spec)
-    forward, backward, launched = pass_seconds(whole, images * layout.micro_batch_size, on)
-    passes = (2 if full else 1) * forward + backward
-    issued = 0.0 if device.is_cpu else launched * _ISSUE_SECONDS
-    again = forward if caches_gradients(spec, layout) and not least else 0.0
-    compute = micro_batches * (max(passes, issued) + again)
-    compute += 0.0 if least else loss_seconds(spec, whole, layout, on.rate)
-    sent, blocking, overlapping = _data_seconds(spec, layout, device, profile, whole, count, least)
-    hidden = min(overlapping, backward) * profile.reduce_overlap
-    exposed = blocking + overlapping - hidden + synchronization_seconds(spec, layout, device, stage)
-    updated = count if layout.zero_stage == 0 else -(-count // zero_shards(layout))
-    optimizer = memory_seconds(updated * profile.optimizer, 1, on.rate)
-    repeated = images * 2 * whole.macs * ((1 if full else 0) + (1 if again else 0))
-    seconds = StepSeconds(
-        compute,
-        exposed,
-        optimizer,
-        waited=0.0 if least else data_wait(spec, layout, compute + exposed + optimizer),
-        recompute=micro_batches * ((forward if full else 0.0) + again),
-        by_stage=(StageTime(forward=forward, backward=passes - forward),),
-    )
-    time = time_of_samples(spec, layout, device, seconds, images * whole.training_flops, repeated)
-    return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
+    seen = network_seconds(spec, layout, device, whole, trained_count(spec, stage), least=least)
+    seen = seen._replace(exposed=seen.exposed + synchronization_seconds(spec, layout, device, stage))
+    time = time_of_samples(spec, layout, device, seen, views(spec) * whole.training_flops, least=least)
+    return time, Network(PerStepBytes(tensor=0, pipeline=0, data=seen.sent, sequence=0, expert=0))
 
 
-class StepSeconds(NamedTuple):
-    """Seconds of a step by cause. ``recompute``: of ``compute``, those of repeated forward passes."""
+class NetworkSeconds(NamedTuple):
+    """Seconds per step of a network by cause; ``recompute``: of ``compute``, those of repeated forward passes.
+
+    ``sent``: bytes of a rank; ``repeated_flops``: of a sample, for recomputation.
+    """
 
     compute: float
     exposed: float
     optimizer: float
-    waited: float
     recompute: float
     by_stage: tuple[StageTime, ...]
+    sent: int
+    repeated_flops: float
+
+
+def network_seconds(
+    spec: RunSpec, layout: Layout, device: Accelerator, whole: VisionNetwork, trained: int, *, least: bool
+) -> NetworkSeconds:
+    """Return the time of a network, or of one that is a part of the model; ``trained``: its parameters that train."""
+    on, profile = machine(device, spec.training.precision, layout.compile), framework_of(spec).profile
+    images, micro_batches = views(spec), layout.gradient_accumulation_steps
+    forward, backward, launched = pass_seconds(whole, images * layout.micro_batch_size, on)
+    # Blocks of which nothing trains and through which no gradient passes are not recomputed.
+    full = layout.activation_checkpointing == "full" and any(block.training != "frozen" for block in whole.blocks[:-1])
+    cached = caches_gradients(spec, layout) and not least
+    passes = (2 if full else 1) * forward + backward
+    issued = 0.0 if device.is_cpu else launched * _ISSUE_SECONDS
+    loss = 0.0 if least else loss_seconds(spec, whole, layout, on.rate)
+    sent, blocking, overlapping = _data_seconds(spec, layout, device, profile, whole, trained, least)
+    updated = trained if layout.zero_stage == 0 else -(-trained // zero_shards(layout))
+    return NetworkSeconds(
+        compute=micro_batches * (max(passes, issued) + (forward if cached else 0.0)) + loss,
+        exposed=blocking + overlapping - min(overlapping, backward) * profile.reduce_overlap,
+        optimizer=memory_seconds(updated * profile.optimizer, 1, on.rate) if trained else 0.0,
+        recompute=micro_batches * forward * (full + cached),
+        by_stage=(StageTime(forward=forward, backward=passes - forward),),
+        sent=sent,
+        repeated_flops=images * 2 * whole.macs * (full + cached),
+    )
 
 
 def time_of_samples(
-    spec: RunSpec, layout: Layout, device: Accelerator, seconds: StepSeconds, flops: float, repeated: float
+    spec: RunSpec, layout: Layout, device: Accelerator, seconds: NetworkSeconds, flops: float, *, least: bool
 ) -> Time:
-    """Return the time of a data-parallel step whose samples take the place of tokens.
+    """Return the time of a data-parallel step whose samples take the place of tokens; it may wait for images.
 
-    ``flops``: of a sample; ``repeated``: further ones of a sample for recomputation.
+    ``flops``: of a sample; ``least``: without waiting.
     """
-    step = seconds.compute + seconds.exposed + seconds.optimizer + seconds.waited
-    samples, peak = layout.global_batch_size, layout.world_size * device.peak_flops(spec.training.precision)
+    busy = seconds.compute + seconds.exposed + seconds.optimizer
+    # workers read ahead while the step runs
+    waited = image_feed(spec, layout, busy).wait if decodes_images(spec) and not least else 0.0
+    step, samples = busy + waited, layout.global_batch_size
+    peak = layout.world_size * device.peak_flops(spec.training.precision)
     return Time(
         step=step,
         compute=seconds.compute,
         exposed_communication=seconds.exposed,
         bubble=0.0,
         optimizer=seconds.optimizer,
-        data_wait=seconds.waited,
+        data_wait=waited,
         tokens_per_second=samples / step,
         tokens_per_second_per_gpu=samples / step / layout.world_size,
         mfu=samples * flops / step / peak,
-        hfu=samples * (flops + repeated) / step / peak,
+        hfu=samples * (flops + seconds.repeated_flops) / step / peak,
         to_train=step * spec.total_steps,
         samples_per_second=samples / step,
         recompute=seconds.recompute,
         by_stage=seconds.by_stage,
-    )
-
-
-class NetworkSeconds(NamedTuple):
-    """Seconds per step of a network that is a part of the model, and the bytes that a rank sends for it."""
-
-    compute: float
-    recompute: float
-    exposed: float
-    optimizer: float
-    sent: int
-    recomputed_flops: int  # per sample
-
-
-def network_seconds(
-    spec: RunSpec, layout: Layout, device: Accelerator, whole: VisionNetwork, trained: int
-) -> NetworkSeconds:
-    """Return the time that a network adds to a step; ``trained``: number of its parameters that train."""
-    on, profile = machine(device, spec.training.precision, layout.compile), framework_of(spec).profile
-    forward, backward, launched = pass_seconds(whole, layout.micro_batch_size, on)
-    # Blocks of which nothing trains and through which no gradient passes are not recomputed.
-    again = layout.activation_checkpointing == "full" and any(block.training != "frozen" for block in whole.blocks[:-1])
-    passes = forward + backward + (forward if again else 0.0)
-    micro_batches = layout.gradient_accumulation_steps
-    issued = 0.0 if device.is_cpu else launched * _ISSUE_SECONDS
-    sent, blocking, overlapping = _data_seconds(spec, layout, device, profile, whole, trained, True)
-    exposed = blocking + overlapping - min(overlapping, backward) * profile.reduce_overlap
-    updated = trained if layout.zero_stage == 0 else -(-trained // zero_shards(layout))
-    return NetworkSeconds(
-        compute=micro_batches * max(passes, issued),
-        recompute=micro_batches * forward if again else 0.0,
-        exposed=exposed,
-        optimizer=memory_seconds(updated * profile.optimizer, 1, on.rate) if trained else 0.0,
-        sent=sent,
-        recomputed_flops=2 * whole.macs if again else 0,
     )
 
 

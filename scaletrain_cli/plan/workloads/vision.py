@@ -21,8 +21,6 @@ from scaletrain_cli.plan.vision.image_feed import (
     allowed_workers,
     image_feed,
     image_readers,
-    storage_bandwidth,
-    waits_for_storage,
 )
 from scaletrain_cli.plan.vision.llava import language_spec, llava_flops, llava_stage_memory, llava_stage_time
 from scaletrain_cli.plan.vision.losses import caches_gradients, is_contrastive, views
@@ -48,8 +46,8 @@ def loader_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reaso
     if not decodes_images(spec):
         return
     feed = image_feed(spec, layout, time.step - time.data_wait)
-    if waits_for_storage(spec, feed):
-        given = {"given": storage_bandwidth(spec), "image_bytes": IMAGE_BYTES}
+    if feed.read_rate > feed.storage:
+        given = {"given": feed.storage, "image_bytes": IMAGE_BYTES}
         rates = {"needed": feed.read_rate, "images": feed.node_rate, **given}
         yield Reason("plan.images-exceed-storage", {**rates, "wait": time.data_wait})
     workers, cores, automatic = image_readers(spec), rank_cores(spec), spec.data.loader.workers == "auto"
