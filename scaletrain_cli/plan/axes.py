@@ -9,7 +9,6 @@ from scaletrain_cli.errors import Problem
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.text import either
 
 AXES = (
     "tensor_parallel",
@@ -58,11 +57,6 @@ class Capabilities:
     axes: frozenset[str]
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     offload: tuple[str, ...] = ("none",)
-
-    @property
-    def axis_names(self) -> str:
-        """Return the axes as text: ``data, tensor and pipeline``."""
-        return either(["data", *(axis.removesuffix("_parallel") for axis in AXES if axis in self.axes)], "and")
 
 
 @dataclass(frozen=True)
@@ -115,13 +109,9 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Return the divisors of ``number`` nearest to ``wanted``, below (or equal) and above: one or two numbers."""
-    return list(_nearest_divisors(number, wanted))
-
-
 @lru_cache(maxsize=4096)  # a search asks for the same few again and again
-def _nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
+def nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
+    """Return the divisors of ``number`` nearest to ``wanted``, below (or equal) and above: one or two numbers."""
     found = divisors(number) if number <= 10**12 else [1]
     below = max((n for n in found if n <= wanted), default=1)
     above = min((n for n in found if n > wanted), default=below)

@@ -9,7 +9,7 @@ where the measured run had another number of nodes.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -108,23 +108,12 @@ def calibrated(time: Time, calibration: Calibration, *, nodes: int) -> Time:
     factor = calibration.factor
     network = 1.0 if calibration.nodes != nodes else factor
     step = factor * (time.step - time.exposed_communication) + network * time.exposed_communication
-    slower = step / time.step
-    return replace(
-        time,
-        step=step,
-        compute=factor * time.compute,
+    scaled = ("compute", "bubble", "optimizer", "data_wait", "recompute", "reference")
+    return time.of_step(
+        step,
+        **{name: factor * getattr(time, name) for name in scaled},
         exposed_communication=network * time.exposed_communication,
-        bubble=factor * time.bubble,
-        optimizer=factor * time.optimizer,
-        data_wait=factor * time.data_wait,
-        recompute=factor * time.recompute,
-        reference=factor * time.reference,
-        to_train=slower * (time.to_train - time.reference) + factor * time.reference,
-        tokens_per_second=time.tokens_per_second / slower,
-        tokens_per_second_per_gpu=time.tokens_per_second_per_gpu / slower,
-        samples_per_second=time.samples_per_second / slower,
-        mfu=time.mfu / slower,
-        hfu=time.hfu / slower,
+        to_train=step / time.step * (time.to_train - time.reference) + factor * time.reference,
         stall_seconds=network * time.stall_seconds,
         by_stage=tuple(StageTime(factor * each.forward, factor * each.backward) for each in time.by_stage),
     )

@@ -92,7 +92,12 @@ def muon_seconds(
     """
     ranks = _ranks(layout)
     shapes = orthogonalized_shapes(model, start, blocks)
-    each = [(_one(*shape, settings.newton_schulz_steps, rate), count) for shape, count in shapes]
+    each = []
+    for (rows, columns), count in shapes:
+        short, long = sorted((rows, columns))
+        gram, square = matmul_seconds(short, long, short, rate), matmul_seconds(short, short, short, rate)
+        once = gram + square + matmul_seconds(short, short, long, rate)
+        each.append((settings.newton_schulz_steps * once, count))
     compute = max(sum(seconds * count for seconds, count in each) / ranks, max((s for s, _ in each), default=0.0))
     return compute + sum(link.exchange(size, ranks) for size in _exchanged(settings, layout, shapes))
 
@@ -120,10 +125,3 @@ def _exchanged(settings: MuonSpec, layout: Layout, shapes: Shapes) -> tuple[floa
 def _ranks(layout: Layout) -> int:
     """Return the ranks of a pipeline stage, which share its matrices."""
     return layout.world_size // layout.pipeline_parallel
-
-
-def _one(rows: int, columns: int, iterations: int, rate: Rates) -> float:
-    short, long = sorted((rows, columns))
-    gram = matmul_seconds(short, long, short, rate)
-    square = matmul_seconds(short, short, short, rate)
-    return iterations * (gram + square + matmul_seconds(short, short, long, rate))

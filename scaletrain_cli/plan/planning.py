@@ -8,7 +8,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.adapters import check_adapter
 from scaletrain_cli.plan.advice.data_feed import feed_assumptions, feed_warnings
 from scaletrain_cli.plan.advice.recipe_checks import check_recipe
-from scaletrain_cli.plan.advice.warnings import about_local_sgd, assumptions, warnings
+from scaletrain_cli.plan.advice.warnings import assumptions, warnings
 from scaletrain_cli.plan.axes import Rule, resolve_axes
 from scaletrain_cli.plan.calibration import Measurement, calibrated, find_calibration
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
@@ -186,16 +186,36 @@ def _with_reference_pass(spec: RunSpec, layout: Layout, time: Time) -> Time:
 
 
 def _about_local_sgd(spec: RunSpec, chosen: Candidate, device: Accelerator) -> Iterator[Reason]:
-    """Yield whether groups of local SGD pay, against the fastest layout of one group on the same cluster."""
-    if chosen.layout.local_sgd_groups == 1:
+    """Yield whether groups of local SGD train faster than one group in its own fastest layout, and from which interval.
+
+    Neither time is corrected by measurements.
+    """
+    groups, settings, time = chosen.layout.local_sgd_groups, spec.training.local_sgd, chosen.time
+
+    def changed(**changes: int) -> RunSpec:
+        training = spec.training.model_copy(update={"local_sgd": settings.model_copy(update=changes)})
+        return spec.model_copy(update={"training": training})
+
+    if groups == 1:
         return
-    training = spec.training.model_copy(update={"local_sgd": spec.training.local_sgd.model_copy(update={"groups": 1})})
     try:
-        alone = plan_within(spec.model_copy(update={"training": training}), math.inf)
+        alone = plan_within(changed(groups=1), math.inf)
     except (PlanInfeasibleError, UsageError):  # one group needs less memory, but perhaps other degrees
         return
     assert alone is not None
-    yield from about_local_sgd(spec, chosen.layout, chosen.time, device, alone.time.step)
+    together = alone.time.step
+    # The time of an outer step follows from a second interval: the mean step has 1 / interval of it.
+    every = min(settings.inner_steps, spec.total_steps)
+    other = spec.total_steps if every < spec.total_steps else 1
+    step = workload_of(spec.model).time(changed(inner_steps=other), chosen.layout, device)[0].step
+    outer = 0.0 if other == every else max(0.0, (step - time.step) / (1 / other - 1 / every))
+    inner = time.step - outer / every
+    params = {"groups": groups, "step": time.step, "together": together, "outer": outer, "inner_steps": every}
+    if inner >= together:
+        yield Reason("plan.local-sgd-saves-nothing", params)
+    else:
+        params |= {"least": max(1, math.ceil(outer / (together - inner))), "times": together / time.step}
+        yield Reason("plan.local-sgd-saves" if time.step < together else "plan.local-sgd-too-often", params)
 
 
 def _calibrated_assumption(spec: RunSpec, calibration: Calibration | None) -> Iterator[Reason]:

@@ -4,7 +4,7 @@ The JSON is the stable contract `scaletrain.plan/v1`: keys are added, never rena
 """
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from scaletrain_cli.reasons import Reason, reason_from
@@ -151,6 +151,11 @@ class Time:
     reference_pairs: int = 0
     stall_probability: float = 0.0
     stall_seconds: float = 0.0
+
+    def of_step(self, step: float, **changes: Any) -> "Time":
+        """Return the time with steps of another length: rates follow from it, other fields only from ``changes``."""
+        rates = ("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second", "mfu", "hfu")
+        return replace(self, step=step, **{name: getattr(self, name) * self.step / step for name in rates} | changes)
 
     @property
     def unstalled(self) -> float:

@@ -113,7 +113,9 @@ class Answer:
         if self.outcome is not None:
             data["trace"] = self.outcome.to_json()
         if self.sizes:
-            advice = self.sizes[0].range_advice(self.sizes)
+            from scaletrain_cli.plan.reliability.node_sizes import break_even, usable_plans
+
+            advice = break_even(usable_plans(self.sizes))
             data["sizes"] = [size.to_json() for size in self.sizes]
             data["range_advice"] = None if advice is None else {"text": str(advice), **advice.to_document()}
         if self.elastic is not None:
@@ -162,16 +164,7 @@ def answer(
         from scaletrain_cli.plan.reliability.spot_trace import simulate
 
         outcome = simulate(spec, plan, trace)
-    return Answer(
-        spec=spec,
-        plan=plan,
-        infeasible=infeasible,
-        sizing=sizing,
-        explanation=explanation,
-        outcome=outcome,
-        sizes=sizes,
-        elastic=elastic,
-    )
+    return Answer(spec, plan, infeasible, sizing, explanation, outcome, sizes, elastic)
 
 
 def _sizes(spec: RunSpec, measurements: Measurements | None) -> tuple[NodeSize, ...]:

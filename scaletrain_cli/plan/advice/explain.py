@@ -15,7 +15,6 @@ from scaletrain_cli.plan.advice.explanation import (
     Row,
     at_best_micro_batch,
     distinct,
-    modes,
     row,
     sized,
     varied,
@@ -68,7 +67,9 @@ def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Qu
         yield _one_rank(spec, alone, device)
     if spec.world_size > 1:
         kinds = [
-            {"zero_stage": stage, "activation_checkpointing": mode} for stage in _stages(spec) for mode in modes(spec)
+            {"zero_stage": stage, "activation_checkpointing": mode}
+            for stage in _stages(spec)
+            for mode in workload_of(spec.model).checkpointing
         ]
         sharded = [found for kind in kinds if (found := at_best_micro_batch(spec, base, device, **kind))]
         sharding_fits = any(candidate.memory.fits for candidate in sharded)
@@ -99,7 +100,7 @@ def _checkpointing_modes_on_one_rank(
     stage = 0 if spec.training.precision in ("fp32", "tf32") else _lowest(spec)
     found = (
         sized(one, base, device, zero_stage=stage, expert_parallel=1, activation_checkpointing=mode, **changes)
-        for mode in modes(spec)
+        for mode in workload_of(spec.model).checkpointing
     )
     return [candidate for candidate in found if candidate]
 

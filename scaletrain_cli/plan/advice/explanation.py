@@ -12,15 +12,9 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layout_search import Candidate, evaluate
 from scaletrain_cli.plan.search.layouts import broken_rules
-from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.training import LayoutSpec
-
-
-def modes(spec: RunSpec) -> tuple[str, ...]:
-    """Return the modes of activation checkpointing that the network supports."""
-    return workload_of(spec.model).checkpointing
 
 
 def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) -> Candidate | None:

@@ -75,18 +75,13 @@ def _noted(topic: str, value: str, note: str | None, ok: str, params: Mapping[st
 def check_fine_tuning(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
     """Yield the checks of a language model that starts from weights, without its learning rate."""
     yield from _epochs(spec)
-    if not starts_from_weights(spec):
+    if spec.language_weights is None:
         return
     yield from _fine_tuning_batch(spec)
     decay = spec.training.optimizer.weight_decay
     if decay > _MOST_DECAY:
         yield Sanity("weight decay", f"{decay:g}", "note", Reason("plan.fine-tuning-decay-high"))
     yield from _adapter(spec, size)
-
-
-def starts_from_weights(spec: RunSpec) -> bool:
-    """Return whether the run is compared with fine-tuning instead of pre-training."""
-    return spec.language_weights is not None
 
 
 def check_rate(spec: RunSpec) -> Sanity:
@@ -255,7 +250,7 @@ def critical_batch_tokens(parameters: int, tokens: float) -> float:
 
 def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
     """Yield the learning rate compared with the published recipe at this batch size, or with fine-tuning."""
-    if starts_from_weights(spec):
+    if spec.language_weights is not None:  # compared with fine-tuning instead of pre-training
         if workload_of(spec.model).counts_tokens:  # the published rates are of language models
             yield check_rate(spec)
         return

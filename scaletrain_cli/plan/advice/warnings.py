@@ -35,8 +35,7 @@ def warnings(
         *about_config_keys(spec),
         *_about_layout(spec, layout, memory),
         *_about_host_memory(spec, layout, memory, durability),
-        *_about_device(spec, device),
-        *_about_attention(spec, layout, memory, time, device),
+        *_about_kernels(spec, layout, memory, time, device),
         *workload_of(spec.model).layout_warnings(spec, layout, time),
         *_about_durability(spec, durability, time),
     )
@@ -100,20 +99,15 @@ def _about_host_memory(spec: RunSpec, layout: Layout, memory: Memory, durability
         yield Reason("plan.host-memory-unchecked", needs)
 
 
-def _about_device(spec: RunSpec, device: Accelerator) -> Iterator[Reason]:
+def _about_kernels(spec: RunSpec, layout: Layout, memory: Memory, time: Time, device: Accelerator) -> Iterator[Reason]:
+    """Yield what the GPU has no kernel for; last what a cap of attention scores costs this layout."""
+    workload, framework = workload_of(spec.model), framework_of(spec)
     if device.is_cpu:
         return
     if spec.training.precision not in device.flops:
         yield Reason("plan.emulated-precision", {"device": device.name, "precision": spec.training.precision})
-    yield from workload_of(spec.model).warnings(spec, framework_of(spec))
-
-
-def _about_attention(
-    spec: RunSpec, layout: Layout, memory: Memory, time: Time, device: Accelerator
-) -> Iterator[Reason]:
-    """Yield what a cap of attention scores costs this layout, compared with the fused kernel of the same model."""
-    workload, framework = workload_of(spec.model), framework_of(spec)
-    if device.is_cpu or not workload.counts_tokens or not framework.is_engine:
+    yield from workload.warnings(spec, framework)
+    if not workload.counts_tokens or not framework.is_engine:
         return
     model = spec.transformer
     if model.attn_logit_softcapping is None or model.attention_dropout:
@@ -122,29 +116,6 @@ def _about_attention(
     peak, step = workload.memory(fused, layout, device).peak, workload.time(fused, layout, device)[0].step
     costs = {"seq_len": model.seq_len, "times": time.step / step, "bytes": max(0, memory.peak - peak)}
     yield Reason("plan.capped-attention", costs)
-
-
-def about_local_sgd(
-    spec: RunSpec, layout: Layout, time: Time, device: Accelerator, together: float
-) -> Iterator[Reason]:
-    """Yield whether groups of local SGD train faster than one group, and from which interval on.
-
-    ``together``: seconds of a step of one group in its own fastest layout. Neither time is corrected by measurements.
-    """
-    groups, settings = layout.local_sgd_groups, spec.training.local_sgd
-    # The time of an outer step follows from a second interval: the mean step has 1 / interval of it.
-    every = min(settings.inner_steps, spec.total_steps)
-    other = spec.total_steps if every < spec.total_steps else 1
-    changed = spec.training.model_copy(update={"local_sgd": settings.model_copy(update={"inner_steps": other})})
-    step = workload_of(spec.model).time(spec.model_copy(update={"training": changed}), layout, device)[0].step
-    outer = 0.0 if other == every else max(0.0, (step - time.step) / (1 / other - 1 / every))
-    inner = time.step - outer / every
-    params = {"groups": groups, "step": time.step, "together": together, "outer": outer, "inner_steps": every}
-    if inner >= together:
-        yield Reason("plan.local-sgd-saves-nothing", params)
-    else:
-        params |= {"least": max(1, math.ceil(outer / (together - inner))), "times": together / time.step}
-        yield Reason("plan.local-sgd-saves" if time.step < together else "plan.local-sgd-too-often", params)
 
 
 def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iterator[Reason]:

@@ -8,7 +8,7 @@ reach is in speed/kernels.py.
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.project_files import packaged_data
@@ -19,7 +19,7 @@ from scaletrain_cli.text import nearest_name
 
 HOPPER = 9.0  # CUDA compute capability
 # Smallest rate: a smaller one is a typing error, and dividing by it would overflow.
-_SLOWEST = 1.0
+SLOWEST = 1.0
 # Defaults for a device that the user describes: a host link of PCIe 4.0 x16, a server, and a network between nodes.
 _USUAL_HOST_BANDWIDTH = 31.5e9
 _USUAL_HOST = "server-64"
@@ -96,10 +96,10 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
         found = Accelerator(
             name=wanted.name,
             memory_bytes=wanted.memory,
-            flops={key: max(rate, _SLOWEST) for key, rate in flops.items()},
-            memory_bandwidth=max(wanted.memory_bandwidth, _SLOWEST),
-            intra_node_bandwidth=max(wanted.intra_node_bandwidth, _SLOWEST),
-            host_bandwidth=max(wanted.host_bandwidth or _USUAL_HOST_BANDWIDTH, _SLOWEST),
+            flops={key: max(rate, SLOWEST) for key, rate in flops.items()},
+            memory_bandwidth=max(wanted.memory_bandwidth, SLOWEST),
+            intra_node_bandwidth=max(wanted.intra_node_bandwidth, SLOWEST),
+            host_bandwidth=max(wanted.host_bandwidth or _USUAL_HOST_BANDWIDTH, SLOWEST),
             compute_capability="",
             multiprocessors=0,
             network=_USUAL_NETWORK,
@@ -107,13 +107,17 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
             **_host(_USUAL_HOST),
         )
     if cluster.intra_node_bandwidth != "auto":
-        found = replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, _SLOWEST), package=1)
-    if cluster.host_bandwidth != "auto":
-        found = replace(found, host_bandwidth=max(cluster.host_bandwidth, _SLOWEST))
+        found = replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, SLOWEST), package=1)
+    found = replace(found, host_bandwidth=stated_rate(cluster.host_bandwidth, found.host_bandwidth))
     stated = cluster.efficiency
     if stated.matmul or stated.attention or stated.memory:
         found = replace(found, efficiency=(stated.matmul, stated.attention, stated.memory))
     return found
+
+
+def stated_rate(given: float | Literal["auto"], usual: float) -> float:
+    """Return the rate that a spec states, in bytes/s, or for ``auto`` the usual one."""
+    return usual if given == "auto" else max(given, SLOWEST)
 
 
 def rank_cores(spec: RunSpec) -> int:
@@ -206,12 +210,17 @@ def full_name(given: str) -> str:
         return fitting[0]
     # No match, or the several ones in ``fitting``.
     known = accelerator_names()
-    shown = given.encode("unicode_escape").decode("ascii")[:80]
     near = fitting or [near for near in (nearest_name(given, known, 0.6),) if near]
     code = "plan.ambiguous-device" if fitting else "plan.unknown-device-similar" if near else "plan.unknown-device"
+    raise unknown_name("cluster.gpu", "plan.unknown-accelerator", given, code, known, near)
+
+
+def unknown_name(key: str, error: str, given: str, code: str, known: list[str], near: object) -> UsageError:
+    """Return the error for a name that no catalogue has: the code of the whole, and that of its problem."""
+    shown = given.encode("unicode_escape").decode("ascii")[:80]
     reason = Reason(code, {"known": known} | ({"similar": near} if near else {}))
-    problem = Problem.because("run spec", "cluster.gpu", reason, shown)
-    raise UsageError(Reason("plan.unknown-accelerator", {"given": shown or "(an empty name)"}), (problem,))
+    problem = Problem.because("run spec", key, reason, shown)
+    return UsageError(Reason(error, {"given": shown or "(an empty name)"}), (problem,))
 
 
 def _parts(name: str) -> set[str]:

@@ -10,16 +10,12 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.plan.catalogue.hardware import Accelerator, near_ranks
+from scaletrain_cli.plan.catalogue.hardware import SLOWEST, Accelerator, near_ranks, unknown_name
 from scaletrain_cli.project_files import packaged_data
-from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import nearest_name
 
 _CATALOGUE = "plan/catalogue/networks.json"
-# Smallest rate: a smaller one is a typing error, and dividing by it would overflow.
-_SLOWEST = 1.0
 # GPUs of the largest nodes for which the largest rate of a node and the latency of each rank in it are known, and those
 # of the usual node, whose figures stand for NVLink domains.
 _LARGEST_NODE, _USUAL_NODE = 16, 8
@@ -158,7 +154,9 @@ def _link(
     ``measured``: shares of all-reduce, all-gather and send, latency, and that of a message; None: not measured.
     """
     if (row := packaged_data(_CATALOGUE)["networks"].get(name)) is None:
-        raise _unknown(name)
+        near = nearest_name(name, network_names(), 0.3)
+        code = "plan.unknown-link-similar" if near else "plan.unknown-link"
+        raise unknown_name("cluster.network", "plan.unknown-network", name, code, network_names(), near)
     reduce, gather, point, latency, message = measured
     near = next(link for link in packaged_data(_CATALOGUE)["inside"]["links"] if inside >= link["from"])
     return Link(
@@ -169,13 +167,14 @@ def _link(
         inside_latency=near["latency"],
         inside_hop=near["hop"],
         inside_shares=(near["reduce"], near["gather"], near["point"]),
-        between=max(row["bandwidth"] if given is None else given, _SLOWEST) / oversubscription,
+        between=max(row["bandwidth"] if given is None else given, SLOWEST) / oversubscription,
         between_latency=row["latency"] if latency is None else latency,
         between_least=row.get("least", row["latency"]) if latency is None else latency,
         message_latency=row["message"] if message is None else message,
         point_share=point or row["point"],
-        reduce_shares=_constant(reduce) if reduce else _points(row["reduce"]),
-        gather_shares=_constant(gather) if gather else _points(row["gather"]),
+        # A measured share does not depend on the number of ranks.
+        reduce_shares=_points({"2": reduce, "4": reduce} if reduce else row["reduce"]),
+        gather_shares=_points({"2": gather, "4": gather} if gather else row["gather"]),
         stall_chance=row.get("stall", {}).get("chance", 0.0),
         stall_seconds=row.get("stall", {}).get("seconds", 0.0),
         package=package[0],
@@ -187,11 +186,6 @@ def _points(row: dict[str, float]) -> tuple[tuple[float, float], ...]:
     return tuple((math.log2(int(ranks)), float(share)) for ranks, share in row.items())
 
 
-def _constant(share: float) -> tuple[tuple[float, float], ...]:
-    """Return a share that does not depend on the number of ranks, which a measurement on the cluster has fixed."""
-    return ((1.0, share), (2.0, share))
-
-
 @cache
 def _share(points: tuple[tuple[float, float], ...], ranks: int) -> float:
     """Return the share at a number of ranks: interpolated on logarithmic axes, constant beyond the last point."""
@@ -199,14 +193,3 @@ def _share(points: tuple[tuple[float, float], ...], ranks: int) -> float:
     index = next(i for i in range(1, len(points)) if at <= points[i][0])
     (x0, y0), (x1, y1) = points[index - 1], points[index]
     return float(y0 * (y1 / y0) ** ((at - x0) / (x1 - x0)))
-
-
-def _unknown(name: str) -> UsageError:
-    """Return the error for an unknown network, with the nearest name."""
-    known = network_names()
-    shown = name.encode("unicode_escape").decode("ascii")[:80]
-    near = nearest_name(name, known, 0.3)
-    code = "plan.unknown-link-similar" if near else "plan.unknown-link"
-    reason = Reason(code, {"known": known} | ({"similar": near} if near else {}))
-    problem = Problem.because("run spec", "cluster.network", reason, shown)
-    return UsageError(Reason("plan.unknown-network", {"given": shown}), (problem,))

@@ -1,6 +1,6 @@
 """US dollars and seconds of a run, on demand and on spot. Without a price the dollars are None."""
 
-from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.catalogue.prices import Quote, catalogue_price
 from scaletrain_cli.plan.reliability.durability import plan_durability
 from scaletrain_cli.plan.result import Cost, Durability, Layout, Market, Time
@@ -21,8 +21,11 @@ def plan_cost(spec: RunSpec, layout: Layout, time: Time, durability: Durability)
     gpu_hours = spec.allocated_devices * time.to_train / 3600
     markets = {}
     for spot in (False, True):
-        durable = durability if spot == own else plan_durability(_on_market(spec, spot), layout, time, device)
-        markets[spot] = _market(_quote(spec, device, spot), spec.allocated_devices, durable)
+        durable = durability
+        if spot != own:  # the interruption rate of the spec does not hold on the other market
+            cluster = spec.cluster.model_copy(update={"spot": spot, "mean_time_between_interruptions": None})
+            durable = plan_durability(spec.model_copy(update={"cluster": cluster}), layout, time, device)
+        markets[spot] = _market(price_quote(spec, spot), spec.allocated_devices, durable)
     return Cost(
         price_per_gpu_hour=markets[own].price_per_gpu_hour,
         price_source=markets[own].price_source,
@@ -46,23 +49,15 @@ def _market(quote: Quote | None, gpus: int, durable: Durability) -> Market:
     return Market(quote.usd, quote.source, durable.expected_goodput, wall, usd)
 
 
-def price_quote(spec: RunSpec) -> Quote | None:
-    """Return the price per GPU and hour on the run's own market; None if it is not known."""
-    return _quote(spec, find_accelerator(spec.cluster), spec.cluster.spot)
+def price_quote(spec: RunSpec, spot: bool) -> Quote | None:
+    """Return the price per GPU and hour on a market: of the spec, or of the catalogue; None if it is not known.
 
-
-def _quote(spec: RunSpec, device: Accelerator, spot: bool) -> Quote | None:
-    """Return the price of the spec, or that of the catalogue. A single price in the spec is of the run's market."""
+    A single price in the spec is of the run's own market.
+    """
     cluster = spec.cluster
     if spot and cluster.spot_price_per_gpu_hour != "auto":
         return Quote(cluster.spot_price_per_gpu_hour, _STATED)
     is_spot_price = cluster.spot and cluster.spot_price_per_gpu_hour == "auto"
     if cluster.price_per_gpu_hour != "auto" and spot == is_spot_price:
         return Quote(cluster.price_per_gpu_hour, _STATED)
-    return catalogue_price(device.name, spot)
-
-
-def _on_market(spec: RunSpec, spot: bool) -> RunSpec:
-    """Return the same run on the other market, without the spec's interruption rate, which does not hold there."""
-    cluster = spec.cluster.model_copy(update={"spot": spot, "mean_time_between_interruptions": None})
-    return spec.model_copy(update={"cluster": cluster})
+    return catalogue_price(find_accelerator(cluster).name, spot)

@@ -8,7 +8,7 @@ interruptions M, is its first-order approximation.
 import math
 from typing import NamedTuple
 
-from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
+from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator, stated_rate
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import (
     MasterWeights,
@@ -252,7 +252,7 @@ def most_goodput(spec: RunSpec, device: Accelerator, size: int, step_seconds: fl
 
 
 def _most_share(blocked: float, restart: float, rate: float) -> float:
-    """Return the most that ``_share_after_losses`` can be, over all intervals.
+    """Return the most that ``expected_goodput`` can be, over all intervals.
 
     With x and d, interval and ``blocked`` in units of 1 / ``rate``, its derivative is 0 where (1 - x) e^(x + d) = 1.
     That has one solution in (0, 1), where the share is (1 - x) e^(-R/M).
@@ -325,27 +325,21 @@ def best_interval_steps(step: float, save: float, blocked: float, sudden: float)
 
 
 def expected_goodput(interval: float, save: float, blocked: float, restart: float, sudden: float) -> float:
-    """Return the share of time that is progress; see ``best_interval_steps``. Arguments are seconds and 1/seconds."""
-    # While a checkpoint is written in the background, a restart still loads the one before.
-    return _share_after_losses(interval, blocked, restart + save - blocked, sudden)
-
-
-def _storage_rate(spec: RunSpec) -> float:
-    given = spec.cluster.storage_bandwidth
-    return _STORAGE_BYTES_PER_SECOND_PER_NODE if given == "auto" else max(given, 1.0)
-
-
-def _share_after_losses(interval: float, blocked: float, restart: float, rate: float) -> float:
     """Return the share of time that is progress (Daly 2006, eq. 20): tau / (M e^(R/M) (e^((tau + delta)/M) - 1)).
 
-    tau: ``interval``; delta: ``blocked``; R: ``restart``; M: 1 / ``rate``.
+    tau: ``interval``; delta: ``blocked``; M: 1 / ``sudden``; R: ``restart``, and while a checkpoint is written in the
+    background the rest of ``save``, as a restart still loads the one before. See ``best_interval_steps``.
     """
-    expected = (interval + blocked) * rate
-    if expected + restart * rate > _MOST_INTERRUPTIONS:
+    expected, behind = (interval + blocked) * sudden, (restart + save - blocked) * sudden
+    if expected + behind > _MOST_INTERRUPTIONS:
         return 0.0
     if expected < 1e-12:
         return interval / (interval + blocked)
-    return interval * rate / (math.exp(restart * rate) * math.expm1(expected))
+    return interval * sudden / (math.exp(behind) * math.expm1(expected))
+
+
+def _storage_rate(spec: RunSpec) -> float:
+    return stated_rate(spec.cluster.storage_bandwidth, _STORAGE_BYTES_PER_SECOND_PER_NODE)
 
 
 def _lost_seconds(segment: float, rate: float) -> float:

@@ -148,7 +148,7 @@ class Clusters:
     def at_least(self, nodes: int, gpu: str | None) -> Tried:
         """Return the cluster without a plan; ``row`` has lower bounds on its time and cost."""
         spec = on_cluster(self.spec, nodes, gpu)
-        device, quote = find_accelerator(spec.cluster), price_quote(spec)
+        device, quote = find_accelerator(spec.cluster), price_quote(spec, spec.cluster.spot)
         seconds = self.least_step_seconds(nodes, gpu) * spec.total_steps / self.most_goodput(nodes, gpu)
         dollars = None if quote is None else quote.usd * spec.world_size * seconds / 3600
         row = Considered(device.name, nodes, spec.world_size, seconds, dollars, None, None, None, False, None)

@@ -18,6 +18,7 @@ from scaletrain_cli.plan.trained_stages import orthogonalized_by_stage
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import either
 
 _LEAST_FP8_CAPABILITY = 8.9  # Ada and Hopper, the first with fp8 tensor cores
 
@@ -63,9 +64,10 @@ def submittable(spec: RunSpec, plan: RunPlan) -> list[Rule]:
 
 def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     """Yield a rule for each part of the layout, model and training settings that the engine cannot run."""
+    known = either(["data", *(axis.removesuffix("_parallel") for axis in AXES if axis in ENGINE.axes)], "and")
     for axis in AXES:
         if getattr(layout, axis) != 1 and axis not in ENGINE.axes:
-            yield Rule(f"layout.{axis}", getattr(layout, axis), "engine-axis", {"axes": ENGINE.axis_names})
+            yield Rule(f"layout.{axis}", getattr(layout, axis), "engine-axis", {"axes": known})
     workload = workload_of(spec.model)
     yield from workload.engine_rules(spec, layout.tensor_parallel, layout.context_parallel)
     yield from workload.engine_problems(spec)

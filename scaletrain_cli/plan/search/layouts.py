@@ -177,7 +177,7 @@ def broken_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
         yield Rule("training.global_batch_size", batch, "batch-multiple-of-ranks", {"ranks": axes.data}, fix)
     elif micro_batch != "auto" and per_rank % micro_batch:
         params = {"per_rank": per_rank, "batch": batch, "ranks": axes.data}
-        fix = {"allowed": nearest_divisors(per_rank, micro_batch)}
+        fix = {"allowed": list(nearest_divisors(per_rank, micro_batch))}
         yield Rule("training.micro_batch_size", micro_batch, "micro-batch-divides-share", params, fix)
     yield from _group_rules(spec, axes)
 

@@ -22,8 +22,6 @@ from scaletrain_cli.spec import RunSpec
 # Slow-down of compute while communication overlaps it: 12.56 % of the overlapped time, measured on A100
 # (Hetu-Galvatron, overlap_coefficient.json: 1.1256).
 CONTENTION = 0.1256
-
-
 # Channels of a head are a multiple of this for the engine's attention kernels on a GPU (engine/parallel/sequence.py).
 _HEAD_MULTIPLE = 8
 
@@ -51,8 +49,7 @@ class DataTraffic:
 def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile) -> BlockTraffic:
     """Return the seconds of tensor, sequence, context and expert parallelism in one block, per micro-batch."""
     model = spec.transformer
-    element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
-    payload = tokens * model.hidden_size * element
+    payload = _payload(spec, layout)
     t, sp, cp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
     forward = backward = 0.0
     if t > 1:
@@ -194,10 +191,7 @@ def boundary_gathers(spec: RunSpec, layout: Layout, stage: Stage) -> int:
 
 def boundary_gather_seconds(spec: RunSpec, layout: Layout, link: Link, stage: Stage) -> float:
     """Return the seconds of ``boundary_gathers`` per micro-batch."""
-    if not (times := boundary_gathers(spec, layout, stage)):
-        return 0.0
-    payload = local_tokens(spec, layout) * spec.transformer.hidden_size * weight_bytes(spec.training.precision)
-    return times * link.gather(payload, layout.tensor_parallel)
+    return boundary_gathers(spec, layout, stage) * link.gather(_payload(spec, layout), layout.tensor_parallel)
 
 
 def stall_seconds(layout: Layout, link: Link) -> float:
@@ -217,8 +211,7 @@ def sent_bytes(spec: RunSpec, layout: Layout, stage: Stage, data: int) -> PerSte
     """Return the bytes per step by axis that a rank of a pipeline stage sends; ``data``: its data-parallel bytes."""
     blocks, again = stage.blocks, recomputed_forwards(spec, layout)
     model, m = spec.transformer, layout.gradient_accumulation_steps
-    element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
-    payload = tokens * model.hidden_size * element
+    payload, tokens = _payload(spec, layout), local_tokens(spec, layout)
     t, sp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.expert_parallel
     # Two all-reduces forward and two backward per block; recomputation repeats those of the forward pass.
     reductions, loss = int((4 + 2 * again) * blocks * m), 0
@@ -304,6 +297,11 @@ def _gradient_bytes(spec: RunSpec, profile: FrameworkProfile) -> int:
     return min(4, profile.gradient_reduced) if weight_bytes(spec.training.precision) == 2 else 4
 
 
+def _payload(spec: RunSpec, layout: Layout) -> int:
+    """Return the bytes of the hidden states of one micro-batch on a rank."""
+    return local_tokens(spec, layout) * spec.transformer.hidden_size * weight_bytes(spec.training.precision)
+
+
 def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
     """Return the bytes of one micro-batch that one rank sends to the next stage.
 
@@ -311,9 +309,7 @@ def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
     """
     framework = framework_of(spec)
     whole = framework.sends_whole_boundary and not framework.shards_norms(spec, layout)
-    element = weight_bytes(spec.training.precision)
-    cut = 1 if whole else layout.tensor_parallel
-    return local_tokens(spec, layout) * spec.transformer.hidden_size * element // cut
+    return _payload(spec, layout) // (1 if whole else layout.tensor_parallel)
 
 
 def _width(spec: RunSpec, tensor: int) -> float:

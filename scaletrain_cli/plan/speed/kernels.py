@@ -109,8 +109,6 @@ def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
     idle. A short inner dimension does not hide filling the tile's pipeline. Thin products are bound by memory bandwidth
     (NVIDIA, Matrix Multiplication Background User's Guide).
     """
-    if rate.is_cpu:
-        return 2.0 * rows * inner * columns / rate.matmul
     return _tiled_seconds(rows, inner, columns, min(_aligned(inner), _aligned(columns)), rate)
 
 
@@ -129,9 +127,6 @@ def linear_products(rows: int, inner: int, columns: int, compiled: bool, rate: R
     In all three products the rows in memory have the length of one of the weight's dimensions; torch.compile pads
     these, so that they are aligned.
     """
-    if rate.is_cpu:
-        once = 2.0 * rows * inner * columns / rate.matmul
-        return LinearSeconds(once, once, once)
     aligned = 1.0 if compiled else min(_aligned(inner), _aligned(columns))
     return LinearSeconds(
         _tiled_seconds(rows, inner, columns, aligned, rate),
@@ -141,6 +136,8 @@ def linear_products(rows: int, inner: int, columns: int, compiled: bool, rate: R
 
 
 def _tiled_seconds(rows: int, inner: int, columns: int, aligned: float, rate: Rates) -> float:
+    if rate.is_cpu:
+        return 2.0 * rows * inner * columns / rate.matmul
     best = float("inf")
     for cut_rows, cut_columns, share in _TILES:
         tile_rows, tile_columns = rate.tile_rows // cut_rows, rate.tile_columns // cut_columns

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from scaletrain_cli.plan.catalogue.hardware import Accelerator, rank_cores
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, rank_cores, stated_rate
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.states import MOMENT_BYTES, MasterWeights, gradient_bytes, master_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout
@@ -56,8 +56,7 @@ def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated:
     fetched = 2 * m * every if layout.offload == "optimizer+params" else 0
     seconds += 0.5 * fetched / link
     if spec.layout.offload_device == "nvme":
-        given = spec.cluster.nvme_bandwidth
-        drive = (_NVME_BANDWIDTH if given == "auto" else max(given, 1.0)) / spec.cluster.gpus_per_node
+        drive = stated_rate(spec.cluster.nvme_bandwidth, _NVME_BANDWIDTH) / spec.cluster.gpus_per_node
         master = master_bytes(training.precision, layout.zero_stage, MasterWeights.OF_EACH_PARTITION)
         states = updated * (MOMENT_BYTES + master)
         seconds += (2 * states + fetched) / drive  # states are read and written; no overlap with the drives

@@ -6,10 +6,10 @@ optimizer, waiting for data). The stage that finishes last decides.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, stated_rate
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import lighter_update_bytes
@@ -49,6 +49,7 @@ _SMALL_VOCABULARY = 65536
 _STORAGE_BANDWIDTH = 1e9
 # Seconds of a step that add up over the stages of a run.
 _ADDED = "step compute exposed_communication bubble optimizer data_wait recompute stall_seconds".split()
+_SHARES = ("mfu", "hfu")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
 def plan_times(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[tuple[Time, Network]]:
     """Return the same as ``plan_time`` for layouts that differ only in the number of micro-batches per step."""
     stages = trained_stages(spec)
-    rows = [_trained_stage_times(spec, layouts, device, stage) for stage in stages]
+    rows = [[_step_time(found) for found in _micro_batches(spec, layouts, device, stage)] for stage in stages]
     if len(rows) == 1:
         return rows[0]
     return [
@@ -104,24 +105,16 @@ def mean_time(spec: RunSpec, stages: tuple[TrainedStage, ...], times: list[Time]
     pairs = [(stage.steps / spec.total_steps, time) for stage, time in zip(stages, times, strict=True)]
     means = {name: sum(share * getattr(time, name) for share, time in pairs) for name in _ADDED}
     step = means["step"]
-    longest = max(pairs, key=lambda pair: pair[0])[1]
-    return replace(
-        longest,
-        **means,
-        to_train=step * spec.total_steps,
-        tokens_per_second=longest.tokens_per_second * longest.step / step,
-        tokens_per_second_per_gpu=longest.tokens_per_second_per_gpu * longest.step / step,
-        samples_per_second=longest.samples_per_second * longest.step / step,
-        mfu=sum(share * time.mfu * time.step for share, time in pairs) / step,
-        hfu=sum(share * time.hfu * time.step for share, time in pairs) / step,
-    )
+    # The share of the peak is that of the FLOPs of all stages.
+    means |= {name: sum(share * getattr(time, name) * time.step for share, time in pairs) / step for name in _SHARES}
+    return max(pairs, key=lambda pair: pair[0])[1].of_step(**means, to_train=step * spec.total_steps)
 
 
 def trained_stage_time(
     spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage
 ) -> tuple[Time, Network]:
     """Return the same as ``plan_time`` for steps that train what ``trained`` states."""
-    return _trained_stage_times(spec, [layout], device, trained)[0]
+    return _step_time(next(_micro_batches(spec, [layout], device, trained)))
 
 
 class _MicroBatch(NamedTuple):
@@ -149,12 +142,6 @@ class _StepOfStage(NamedTuple):
     stall_chance: float
     place: int
     sent: int
-
-
-def _trained_stage_times(
-    spec: RunSpec, layouts: Sequence[Layout], device: Accelerator, trained: TrainedStage
-) -> list[tuple[Time, Network]]:
-    return [_step_time(micro_batch) for micro_batch in _micro_batches(spec, layouts, device, trained)]
 
 
 def _micro_batches(
@@ -199,7 +186,6 @@ def _step_of_stage(micro_batch: _MicroBatch) -> _StepOfStage:
     optimizer = last.optimizer
     step = compute + schedule.bubble + communication + optimizer
     # Reading the tokens, minus the step, because loaders read ahead.
-    given = spec.cluster.storage_bandwidth
     size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
     read = size * layout.global_batch_size * (spec.units_per_sample + 1) / spec.cluster.nodes
     return _StepOfStage(
@@ -208,7 +194,7 @@ def _step_of_stage(micro_batch: _MicroBatch) -> _StepOfStage:
         communication=communication,
         bubble=schedule.bubble,
         optimizer=optimizer,
-        waited=max(0.0, read / (_STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)) - step),
+        waited=max(0.0, read / stated_rate(spec.cluster.storage_bandwidth, _STORAGE_BANDWIDTH) - step),
         stalled=stalled,
         stall_chance=chance,
         place=schedule.slowest,
