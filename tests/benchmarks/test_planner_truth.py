@@ -14,6 +14,7 @@ from planner_truth import (
     mlperf,
     nanotron,
     train_runs,
+    vision,
     vtrain,
 )
 from planner_truth.evaluation import judge, score
@@ -22,7 +23,8 @@ from planner_truth.sets import SETS
 from planner_truth.table import Table
 
 from scaletrain_cli.plan.architecture import parameter_count
-from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator, rank_cores
+from scaletrain_cli.plan.ranges import regime_of
 from scaletrain_cli.plan.speed.offload import host_update_seconds
 
 TABLES = [nanotron.TABLE, vtrain.TABLE, train_runs.TABLE, megatron_ci.TABLE, mlperf.TABLE, deepspeed_runs.TABLE]
@@ -143,6 +145,16 @@ def test_bigscience_layers_follow_the_pipeline() -> None:
     assert [bigscience._layers(size, 14400, stages) for size, stages in (("194B", 6), ("183B", 12))] == [78, 72]
     with pytest.raises(Unmapped):
         bigscience._layers("large", 14400, 6)
+
+
+def test_the_runs_of_openclip_are_a_part_of_the_project_and_decode_images_on_six_cores_each(tmp_path: Path) -> None:
+    outcome = judge(vision.OPENCLIP, tmp_path)
+    assert (len(outcome.rows), outcome.skipped) == (29, {})
+    assert {regime_of(row.case.spec, row.case.layout) for row in outcome.rows} == {"decoded images"}
+    assert {rank_cores(row.case.spec) for row in outcome.rows} == {6}
+    small, large = (next(row for row in outcome.rows if row.row.inputs["arch"] == arch) for arch in ("B/32", "g/14"))
+    assert small.time.data_wait > 0
+    assert large.time.data_wait == 0
 
 
 def test_the_local_batch_of_torchtitan_is_cut_by_a_pipeline_into_single_sequences() -> None:
