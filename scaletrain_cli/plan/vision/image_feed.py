@@ -39,9 +39,9 @@ class ImageFeed:
     """The images of one step.
 
     ``rank_rate``, ``node_rate``: images per second that a rank and a node need so that no step waits. ``core_rate``:
-    images per second that one core decodes and augments. ``cores``: of a node. ``workers``: processes of each rank that
-    suffice. ``read_rate``: bytes per second from storage or network by each node; ``storage``: those that the spec
-    allows, infinite if it does not say. ``wait``: seconds that a step waits with the workers of the spec.
+    images per second that one core of a busy server decodes and augments. ``cores``: of a node. ``workers``: processes
+    of each rank that suffice. ``read_rate``: bytes per second from storage or network by each node; ``storage``: those
+    that the spec allows, infinite if it does not say. ``wait``: seconds that a step waits with the workers of the spec.
     """
 
     rank_rate: float
@@ -55,7 +55,7 @@ class ImageFeed:
 
 
 def core_seconds(spec: RunSpec) -> float:
-    """Return the seconds that one core needs for a sample: its image decoded, and each view of it augmented."""
+    """Return the seconds that one core alone needs for a sample: its image decoded, and each view of it augmented."""
     decode = _FILE_SECONDS + (_DECODE_SECONDS - _FILE_SECONDS) * _stored_pixels(spec) / _IMAGE_PIXELS
     # of the result, with the mean number of drawn operations
     augment = spec.data.images.augment
@@ -79,22 +79,21 @@ def _stored_pixels(spec: RunSpec) -> int:
 
 def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:
     """Return the demand for images of a run whose steps take ``step`` seconds without waiting."""
-    seconds, ranks = core_seconds(spec), min(layout.data_parallel, spec.cluster.gpus_per_node)
+    core_rate, ranks = _CORE_SHARE / core_seconds(spec), min(layout.data_parallel, spec.cluster.gpus_per_node)
     images = layout.global_batch_size / layout.data_parallel
     rate = images / step
-    busy = rate * seconds
     storage = stated_rate(spec.cluster.storage_bandwidth, math.inf)
     readers = max(1, min(image_readers(spec), rank_cores(spec)))
     read = ranks * images * IMAGE_BYTES * _stored_pixels(spec) / _IMAGE_PIXELS
     return ImageFeed(
         rank_rate=rate,
         node_rate=ranks * rate,
-        core_rate=1 / seconds,
-        cores=math.ceil(ranks * busy / _CORE_SHARE),
-        workers=0 if busy <= _CORE_SHARE else math.ceil(busy / _CORE_SHARE),
+        core_rate=core_rate,
+        cores=math.ceil(ranks * rate / core_rate),
+        workers=0 if rate <= core_rate else math.ceil(rate / core_rate),
         read_rate=read / step,
         storage=storage,
-        wait=max(0.0, images * seconds / _CORE_SHARE / readers - step, read / storage - step),
+        wait=max(0.0, images / (core_rate * readers) - step, read / storage - step),
     )
 
 

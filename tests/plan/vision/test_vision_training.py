@@ -175,7 +175,8 @@ def test_images_per_second_of_ranks_and_nodes_follow_from_the_step() -> None:
     assert feed.node_rate == pytest.approx(8 * feed.rank_rate)
     assert feed.read_rate == pytest.approx(110_000 * feed.node_rate)
     assert feed.cores >= feed.node_rate * core_seconds(spec)
-    assert 250 <= feed.core_rate <= 400  # crop and flip at 224 x 224
+    assert 250 <= 1 / core_seconds(spec) <= 400  # crop and flip at 224 x 224
+    assert feed.core_rate == pytest.approx(0.5 / core_seconds(spec))  # beside other cores that decode
 
 
 def test_larger_images_and_more_operations_take_more_of_a_core() -> None:
