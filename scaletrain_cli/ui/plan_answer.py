@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.plan.reliability.node_sizes import NodeSize, break_even, usable_plans
+from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, grid, plain, show, stdout_console, supports_unicode, titled_table
@@ -217,7 +217,7 @@ def show_sizes(
         style = "" if size.why_not is None else "dim"
         table.add_row(*(escaped_text(cell, style) for cell in _cells(size)))
     parts: list[RenderableType] = ["", Text("Sizes of the range", "bold"), table]
-    if (advice := break_even(usable_plans(sizes))) is not None:
+    if (advice := NodeSize.range_advice(sizes)) is not None:
         parts.append(escaped_text(f"{advice}."))
     if outcome is not None:
         parts += ["", escaped_text(f"{outcome.advice}.", "bold"), _comparison(outcome)]

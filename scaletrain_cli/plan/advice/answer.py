@@ -113,9 +113,7 @@ class Answer:
         if self.outcome is not None:
             data["trace"] = self.outcome.to_json()
         if self.sizes:
-            from scaletrain_cli.plan.reliability.node_sizes import break_even, usable_plans
-
-            advice = break_even(usable_plans(self.sizes))
+            advice = self.sizes[0].range_advice(self.sizes)
             data["sizes"] = [size.to_json() for size in self.sizes]
             data["range_advice"] = None if advice is None else {"text": str(advice), **advice.to_document()}
         if self.elastic is not None:

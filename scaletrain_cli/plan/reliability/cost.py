@@ -19,26 +19,23 @@ def plan_cost(spec: RunSpec, layout: Layout, time: Time, durability: Durability)
     device = find_accelerator(spec.cluster)
     own = spec.cluster.spot
     gpu_hours = spec.allocated_devices * time.to_train / 3600
-    markets = {}
-    for spot in (False, True):
+    quotes, markets = {spot: price_quote(spec, spot) for spot in (False, True)}, {}
+    for spot, quote in quotes.items():
         durable = durability
         if spot != own:  # the interruption rate of the spec does not hold on the other market
             cluster = spec.cluster.model_copy(update={"spot": spot, "mean_time_between_interruptions": None})
             durable = plan_durability(spec.model_copy(update={"cluster": cluster}), layout, time, device)
-        markets[spot] = _market(price_quote(spec, spot), spec.allocated_devices, durable)
+        markets[spot] = _market(quote, spec.allocated_devices, durable)
+    on_demand, on_spot = (None if quote is None else quote.usd * gpu_hours for quote in quotes.values())
     return Cost(
         price_per_gpu_hour=markets[own].price_per_gpu_hour,
         price_source=markets[own].price_source,
-        on_demand_usd=_bare(markets[False], gpu_hours),
-        spot_usd=_bare(markets[True], gpu_hours),
+        on_demand_usd=on_demand,
+        spot_usd=on_spot,
         expected_usd=markets[own].usd,
         on_demand=markets[False],
         spot=markets[True],
     )
-
-
-def _bare(market: Market, gpu_hours: float) -> float | None:
-    return None if market.price_per_gpu_hour is None else market.price_per_gpu_hour * gpu_hours
 
 
 def _market(quote: Quote | None, gpus: int, durable: Durability) -> Market:

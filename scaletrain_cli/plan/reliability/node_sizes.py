@@ -24,6 +24,11 @@ class NodeSize:
     plan: RunPlan | None
     why_not: Reason | None = None
 
+    @staticmethod
+    def range_advice(sizes: "Sequence[NodeSize]") -> Reason | None:
+        """Return when the range of nodes with these sizes pays."""
+        return break_even(usable_plans(sizes))
+
     def to_json(self) -> dict[str, Any]:
         """Return the figures of the table: nodes, usable, layout, step and total seconds, dollars, and why not."""
         plan = self.plan
