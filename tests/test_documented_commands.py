@@ -162,6 +162,9 @@ RUN: dict[str, Runs] = {
         "exec small --rank 9 -- sh -c 'py-spy dump --pid 1'", "small does not run", 2
     ),
     "scaletrain shell RUN": Runs("shell small", "needs a terminal", 2),
+    """scaletrain exec RUN -- sh -c 'python -m tensorboard.main --logdir "$SCALETRAIN_RUN_DIR/tensorboard"'""": Runs(
+        "exec small -- true", "small does not run", 2
+    ),
     "scaletrain port-forward RUN 6006": Runs("port-forward small 6006", "small does not run", 2),
     "scaletrain port-forward RUN 8080:80 --node 1": Runs("port-forward small 8080:80 --node 1", "small does not", 2),
     "scaletrain profile RUN": Runs("profile small", "small does not train; its state is", 2),
@@ -171,6 +174,7 @@ RUN: dict[str, Runs] = {
     "scaletrain notify test run.yaml": Runs("notify test small.yaml", "has no receivers", code=2),
     "scaletrain notify list RUN": Runs("notify list small", "has no receivers"),
     "scaletrain notify send RUN": Runs("notify send small", "no notification is waiting"),
+    "scaletrain report -o report.html": Runs("report -o report.html", "wrote report.html"),
     "scaletrain report RUN -o report.html": Runs("report small -o report.html", "wrote report.html"),
     "scaletrain report RUN [RUN...] -o report.html": Runs("report small small -o report.html", "wrote report.html"),
     "scaletrain report RUN --json": Runs("report small --json", "scaletrain.report/v1"),

@@ -1,4 +1,4 @@
-"""`scaletrain explain`: why a run is pending or ended, and how to fix it."""
+"""`scaletrain explain`: why a run waits, was requeued or ended, and what to do."""
 
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode

@@ -182,13 +182,15 @@ def swinging(case: Case) -> Iterator[Finding]:
         return
     evidence = {"period": found.period, "correlation": found.low, "band": band, "now": curve.now, "steps": len(half)}
     optimizer = case.spec.training.optimizer
-    adam = optimizer.name not in ("sgd", "momentum", "muon")
-    beta = optimizer.betas[0] if adam else optimizer.momentum
-    key = "training.optimizer.betas" if adam else "training.optimizer.momentum"
-    to: Any = [0.9, optimizer.betas[1]] if adam else 0.9
+    unused = optimizer.traits.unused
+    has_betas = "betas" not in unused and "momentum" in unused
+    beta = optimizer.betas[0] if has_betas else optimizer.momentum
+    key = "training.optimizer.betas" if has_betas else "training.optimizer.momentum"
+    to: Any = [0.9, optimizer.betas[1]] if has_betas else 0.9
     momentum = case.cause("diagnosis.cause-much-momentum", key, to, beta=beta)
     rate = case.rate_too_high(case.lower_rate)
-    causes = (momentum, rate) if beta > 0.9 and optimizer.name != "sgd" else (rate, momentum)
+    has_memory = has_betas or "momentum" not in unused
+    causes = (momentum, rate) if beta > 0.9 and has_memory else (rate, momentum)
     yield Finding(Reason("diagnosis.loss-swings", evidence), "warning", "medium", causes)
 
 

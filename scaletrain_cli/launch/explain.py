@@ -107,7 +107,8 @@ def _running(run: RunDir, status: RunStatus) -> Finding:
     known = (status.starting, status.straggler)
     evidence += [Evidence.because("events.jsonl", reason) for reason in known if reason is not None]
     ended = [attempt for attempt in read_attempts(run) if attempt.ended is not None][-1:]  # why it was requeued
-    evidence += [Evidence.because(f"{_folder(attempt)}/attempt.json", attempt.why) for attempt in ended]
+    for attempt in ended:
+        evidence += [Evidence.because(f"{_folder(attempt)}/attempt.json", attempt.why), *_decision(attempt, status.job)]
     if (unreached := _unreachable(run, status.attempt)) is not None:
         evidence.append(Evidence.because("events.jsonl", unreached))
         return Finding.because("communication", unreached, tuple(evidence), needs_action=True)

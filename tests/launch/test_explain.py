@@ -44,6 +44,7 @@ def test_of_a_running_attempt_the_end_of_the_one_before_is_told(
     (finding,) = explain(made.run).findings
     assert finding.cause == "running"
     assert "attempts/0001/attempt.json: n2 is lost" in reported(finding)
+    assert "decided: budget; another attempt follows" in reported(finding)
 
 
 def test_a_node_that_waits_for_the_first_one_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
