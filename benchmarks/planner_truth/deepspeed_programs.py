@@ -85,6 +85,12 @@ class ArgonneMegatronDeepSpeed(DeepSpeed):
     program = replace(MegatronDeepSpeed.program, forward_entry_bytes=_IN_PLACE)
 
 
+class EarlyMegatronDeepSpeed(DeepSpeed):
+    """Megatron-DeepSpeed before January 2022, whose DeepSpeed had two buckets in stage 3 (stage3.py ``backward``)."""
+
+    program = replace(MegatronDeepSpeed.program, stage_3_buckets=2)
+
+
 class InternEvo(DeepSpeed):
     """InternEvo's HybridZeroOptimizer, which flattens and casts gradients as DeepSpeed does, with torch's AdamW."""
 
@@ -99,7 +105,9 @@ def is_megatron(row: Mapping[str, str]) -> bool:
 def program_of(row: Mapping[str, str]) -> DeepSpeed:
     """Return the program of a row of deepspeed_2026_11.csv, from its notes, source, model and precision."""
     if is_megatron(row):
-        return ArgonneMegatronDeepSpeed() if "argonne-lcf" in row["source"] else MegatronDeepSpeed()
+        # The configurations of scalable-transformer have ``cpu_offload``, which version 0.4 of 2021 deprecated.
+        early = EarlyMegatronDeepSpeed() if row["set"] == "scalable-transformer" else MegatronDeepSpeed()
+        return ArgonneMegatronDeepSpeed() if "argonne-lcf" in row["source"] else early
     if re.search("gpt-?2|opt|bloom", row["model"].lower()) and row["precision"] in ("fp16", "bf16"):
         return TransformersIn16Bits()
     # The memory that its table prints after a step is 14.8 GB with two sequences and 17.7 GB with eight: 0.48 GiB per

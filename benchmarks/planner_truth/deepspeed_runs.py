@@ -212,7 +212,7 @@ def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
     Programs print GB of 2^30 bytes (torch.cuda.max_memory_allocated() / 1024**3), unless the note says 1e9.
     """
     memory, note = number(truth, "peak_mem_gib"), truth["mem_unit_note"].lower()
-    kind = "allocated" if re.search("allocated|maxmem", note) else "reserved" if "reserved" in note else "peak"
+    kind = "allocated" if re.search("allocated|maxmem", note) else "reserved" if "reserved" in note else "cached"
     seconds, rate = number(truth, "step_time_s"), number(truth, "tokens_per_s_per_gpu")
     if seconds is None and rate and inputs["gbs_samples"]:
         seconds = whole(inputs, "gbs_samples") * whole(inputs, "seq_len") / (rate * whole(inputs, "n_gpus"))
@@ -226,7 +226,7 @@ def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
 
 TABLE = Table(
     file="deepspeed_2026_11.csv",
-    input_columns=COLUMNS | {"source"},
+    input_columns=COLUMNS,
     truth_columns=TRUTH,
     build=build,
     measure=measure,

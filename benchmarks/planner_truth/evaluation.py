@@ -57,7 +57,8 @@ class Judged:
     def memory_bytes(self) -> int:
         """Return the predicted bytes of the kind, and on the pipeline stage, that was measured."""
         stages = {"first": self.memory.by_stage[0], "last": self.memory.by_stage[-1], "worst": self.memory}
-        return int(getattr(stages[self.measured.memory_stage], self.measured.memory_kind))
+        memory, kind = stages[self.measured.memory_stage], self.measured.memory_kind
+        return memory.cached - memory.framework if kind == "reserved" else int(getattr(memory, kind))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,18 @@ from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case
 from planner_truth.table import number, whole
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.catalogue.hardware import full_name
+from scaletrain_cli.plan.frameworks.fsdp import Fsdp
+
+
+class CompiledLoss(Fsdp):
+    """torchtitan since 2025, whose torch.compile includes the loss.
+
+    Its kernels read 16-bit logits and write their 16-bit gradients (torchtitan/components/loss.py at e7c0cae, which the
+    runs of June 2025 used; at 9dec370, of those of December 2024, it is commented out).
+    """
+
+    memory_profile = replace(Fsdp.memory_profile, logits=4)
+
 
 _TITAN_GPUS = {"H100 (96GB HBM2e, 500W)": "h100-sxm-96gb", "H200": "h200-sxm-141gb", "H100": "h100-sxm-80gb"}
 _STAGES = {"SHARD_GRAD_OP": 2, "NO_SHARD": 0, "DDP": 0}
@@ -34,7 +46,8 @@ def build_titan(row: Mapping[str, str]) -> Case:
     defaults).
 
     ``mbs`` is torchtitan's local batch size. A pipeline divides it into micro-batches of one sequence
-    (pipeline_parallel_microbatch_size is 1 by default).
+    (pipeline_parallel_microbatch_size is 1 by default), until April 2025 into as many as it has stages (pull request
+    1073).
     """
     gpu = _TITAN_GPUS.get(row["gpu"])
     if gpu is None:
@@ -46,7 +59,9 @@ def build_titan(row: Mapping[str, str]) -> Case:
     if row["notes"].startswith("async TP"):
         raise Unmapped("asynchronous tensor parallelism")
     tensor, pipeline = whole(row, "tp", 1), whole(row, "pp", 1)
-    return build_case(
+    old = "202412" in row["source"]
+    sequences = max(1, whole(row, "mbs") // pipeline) if old or pipeline == 1 else 1
+    case = build_case(
         "fsdp",
         known_model(row),
         Degrees(
@@ -59,7 +74,7 @@ def build_titan(row: Mapping[str, str]) -> Case:
         ),
         Machines(gpu, whole(row, "n_gpus"), 8, network="roce-400g"),
         global_batch=whole(row, "gbs_samples"),
-        micro_batch=1 if pipeline > 1 else whole(row, "mbs"),
+        micro_batch=sequences,
         training={
             "precision": "fp8" if "float8" in row["precision"] else "bf16",
             "grad_dtype": "fp32",
@@ -67,6 +82,7 @@ def build_titan(row: Mapping[str, str]) -> Case:
         },
         planner={"attention": "flash"},
     )
+    return replace(case, program=CompiledLoss()) if row["compile"] == "1" and not old else case
 
 
 def build_intern(row: Mapping[str, str]) -> Case:

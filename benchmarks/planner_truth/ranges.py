@@ -78,7 +78,7 @@ def _observed(row: Judged, source: str, quantity: Quantity) -> Iterable[Observat
     kind = (spec.planner.framework, regime_of(spec, layout), architecture_of(find_accelerator(spec.cluster)), source)
     if quantity == "memory":
         # Not what nvidia-smi shows: the allocator gives up what it has cached before a run is out of memory.
-        if row.measured.memory_bytes and row.measured.memory_kind != "peak":
+        if row.measured.memory_bytes and row.measured.memory_kind != "cached":
             yield Observation(*kind, row.measured.memory_bytes / row.memory_bytes, row.measured.memory_bytes, None)
         return
     seconds = row.measured.step_seconds

@@ -26,7 +26,8 @@ class Measured:
 
     step_seconds: float | None = None
     memory_bytes: float | None = None
-    memory_kind: str = "peak"  # field of the planner's Memory that means the same: allocated, reserved or peak
+    # Field of the planner's Memory that means the same: allocated, reserved, or what nvidia-smi shows, cached.
+    memory_kind: str = "cached"
     memory_stage: str = "worst"  # pipeline stage of the rank that reported it: first, last or worst
     ran: bool | None = None  # False: crashed or out of memory
     mfu: float | None = None

@@ -55,7 +55,7 @@ def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
         seconds = _narayanan_seconds(inputs, number(truth, "tflops_per_gpu_reported"))
     memory, note = number(truth, "peak_mem_gib"), truth["mem_unit_note"]
     unit = 2**30 if "GiB" in note else 1e9
-    kind = "reserved" if "reserved" in note else "allocated" if "active" in note else "peak"
+    kind = "reserved" if "reserved" in note else "allocated" if "active" in note else "cached"
     return Measured(
         step_seconds=seconds,
         memory_bytes=None if memory is None else memory * unit,
@@ -79,7 +79,7 @@ def _narayanan_seconds(inputs: Mapping[str, str], teraflops: float | None) -> fl
 COLUMNS = frozenset(
     "set model params layers hidden heads kv_heads ffn vocab seq_len gpu gpu_mem_gb gpus_per_node n_gpus "
     "interconnect framework precision workload gbs_samples mbs grad_accum dp dp_sharding tp sp pp vp cp ep "
-    "act_recompute compile cpu_offload optimizer notes".split()
+    "act_recompute compile cpu_offload optimizer notes source".split()
 )
 TRUTH = frozenset("tokens_per_s_per_gpu tflops_per_gpu_reported step_time_s peak_mem_gib mem_unit_note oom".split())
 TABLE = Table(

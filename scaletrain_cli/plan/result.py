@@ -74,7 +74,8 @@ class StageMemory:
 
     ``peak``: the device's memory in use, the sum of ``parameters`` to ``fragmentation``. ``allocated``: the part in
     tensors, as torch.cuda.max_memory_allocated counts it. ``reserved``: the part that the caching allocator holds, with
-    fragmentation; the rest of the peak is the CUDA context and NCCL. ``host``: bytes of this rank in the node's memory,
+    fragmentation; the rest of the peak is the CUDA context and NCCL. ``cached``: what nvidia-smi may show, the peak and
+    what the allocator keeps of other phases until memory runs short. ``host``: bytes of this rank in the node's memory,
     not in the peak. ``step_temporaries``: temporary tensors of the optimizer's update, if the peak is there.
     """
 
@@ -89,6 +90,7 @@ class StageMemory:
     peak: int
     allocated: int = 0
     reserved: int = 0
+    cached: int = 0
     host: int = 0
     step_temporaries: int = 0
 

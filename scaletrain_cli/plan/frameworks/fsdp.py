@@ -5,6 +5,7 @@ from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, MIB, FrameworkProfile, MemoryProfile
 from scaletrain_cli.plan.memory.states import MasterWeights
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.spec import RunSpec
 
 # torchtitan: eager SwiGLU, repeat_kv, selective checkpointing as in distributed/activation_checkpoint.py, prefetch of
 # the next block's weights. The loss has 16-bit logits and, in fp32, the log-probabilities and two gradients of full
@@ -68,6 +69,10 @@ class Fsdp(Framework):
     selective_mode = "operations"
     # torch ShardingStrategy: NO_SHARD is ZeRO-0, SHARD_GRAD_OP ZeRO-2, FULL_SHARD ZeRO-3.
     capabilities = Capabilities(frozenset(AXES), (0, 2, 3), ("none", "optimizer+params"))
+
+    def highest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
+        """Return 3: a pipeline keeps weights and gradients of a step whole, but shards states (memory/)."""
+        return 3
 
     def checkpoint_zero_stage(self, layout: Layout) -> int:
         """Return 3: the fp32 weights are the only ones (torch/distributed/fsdp, MixedPrecision)."""

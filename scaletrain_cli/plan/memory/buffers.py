@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
+from scaletrain_cli.plan.memory.states import gradient_bytes, uses_bf16_optimizer, weight_bytes
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Stage
 
@@ -77,17 +77,21 @@ def zero_buffers(
 class BufferBytes(NamedTuple):
     """Bytes of DeepSpeed's buffers in the phases of a step: the loss, the backward passes, the optimizer's update.
 
-    ``head``: when the gradient of the head is reduced, the first of a backward pass, with that gradient.
+    ``head``: when the gradient of the head is reduced, the first of a backward pass, with that gradient. ``copied``:
+    the part of ``backward`` that exists only while a full bucket is reduced, for the first time after the gradients of
+    ``full_after`` elements.
     """
 
     loss: int
     backward: int
     step: int
     head: int = 0
+    copied: int = 0
+    full_after: int = 0
 
     def plus(self, bytes_: int) -> "BufferBytes":
         """Return these buffers beside others of ``bytes_`` bytes, which the update does not need."""
-        return BufferBytes(self.loss + bytes_, self.backward + bytes_, self.step, self.head + bytes_)
+        return self._replace(loss=self.loss + bytes_, backward=self.backward + bytes_, head=self.head + bytes_)
 
 
 def communication_buffer_bytes(
@@ -103,31 +107,29 @@ def communication_buffer_bytes(
     bucket_elements: int | None = None,
     bf16_optimizer: bool = False,
     before_the_loss: bool = False,
+    stage_3_buckets: int = 1,
     head: int = 0,
-    live_elements: int | None = None,
-    gathers: bool = True,
 ) -> BufferBytes:
     """Return the bytes of gradient buckets and, in stage 3, of gathered weights.
 
     ``parameters`` and ``largest_block``: elements on the rank that train, and of its largest block; ``weight_bytes``
     and ``gradient_bytes``: bytes per element; ``data_parallel``: the ranks that share the states; ``gathered``: all
-    elements on the rank, which stage 3 gathers (None: all train); ``bucket_elements``: see ``zero_buffers``;
-    ``bf16_optimizer``: DeepSpeed's BF16_Optimizer runs, which has no buckets (``uses_bf16_optimizer``); ``head``:
-    elements of the head's matrix, 0 if none trains.
+    elements on the rank, which stage 3 gathers (None: all train; 0: the caller adds those that a replay finds,
+    gathered_weights.py); ``bucket_elements``: see ``zero_buffers``; ``bf16_optimizer``: DeepSpeed's BF16_Optimizer
+    runs, which has no buckets (``uses_bf16_optimizer``); ``head``: elements of the head's matrix, 0 if none trains.
 
     Stages 1 and 2 allocate their buckets when the first gradient of a backward pass arrives, which is after the peak of
     the loss, and free them after it (``stage_1_and_2.py`` process_gradients, setup_buckets, _release_ipg_buffers).
-    ``before_the_loss``: earlier versions, such as 0.14, allocated them before the backward pass (``backward``). Stage 3
-    keeps its only one (``stage3.py`` _setup_for_real_optimizer). The reduction copies the gradients of a full bucket
-    into one tensor more (allreduce_bucket: ``flatten``; ``coalesced_collectives.py`` reduce_scatter_coalesced:
-    ``cat``). A gradient that is larger than a bucket goes to no bucket and is flattened in pieces, each as many whole
-    partitions as exceed a bucket (reduce_independent_p_g_buckets_and_remove_grads, average_tensor,
-    allreduce_and_scatter).
+    ``before_the_loss``: versions before 0.18.3 allocated them before the backward pass (``backward``). Stage 3 keeps
+    its only one (``stage3.py`` _setup_for_real_optimizer); versions before 0.6 had two (``stage_3_buckets``). A
+    gradient that a bucket has no room for starts the reduction of what is in it, which is copied into one tensor more
+    (allreduce_bucket: ``flatten``; ``coalesced_collectives.py`` reduce_scatter_coalesced: ``cat``). Without
+    ``overlap_comm`` stage 1 reduces only after the last backward pass. A gradient that is larger than a bucket goes to
+    no bucket and is flattened in pieces, each as many whole partitions as exceed a bucket
+    (reduce_independent_p_g_buckets_and_remove_grads, average_tensor, allreduce_and_scatter).
 
     Stage 3 gathers weights ahead only up to stage3_max_live_parameters, with those that it holds
-    (``partitioned_param_coordinator.py`` fetch_sub_module: max_params_to_prefetch). ``live_elements``: the elements
-    that another program holds where the forward pass turns into the backward pass. ``gathers``: count weights; if not,
-    the caller adds those that a replay finds (gathered_weights.py).
+    (``partitioned_param_coordinator.py`` fetch_sub_module: max_params_to_prefetch).
 
     In stage 3 the gradient of a head that is larger than the bucket stays until the next gradient arrives, beside the
     bucket (``stage3.py`` reduce_independent_p_g_buckets_and_remove_grads). It is reduced as it is.
@@ -141,9 +143,13 @@ def communication_buffer_bytes(
         return BufferBytes(flattened, flattened, 0)
     if bf16_optimizer:
         return BufferBytes(0, 0, 0)
-    # Stage 1 has buckets in the accumulation dtype.
-    bucket = buffers.reduce_bucket_size * (gradient_bytes if zero_stage == 1 else weight_bytes)
-    copied = min(bucket, parameters * (gradient_bytes if zero_stage == 1 else weight_bytes))
+    element = gradient_bytes if zero_stage == 1 else weight_bytes  # stage 1 has buckets in the accumulation dtype
+    bucket = buffers.reduce_bucket_size * element
+    copied = min(bucket, parameters * element)
+    full_after = parameters
+    if buffers.overlap_comm:
+        in_bucket = head if head <= buffers.reduce_bucket_size else 0
+        full_after = min(parameters, buffers.reduce_bucket_size - in_bucket)
     if zero_stage < 3:
         buckets = bucket * (2 if buffers.overlap_comm else 1)
         reduced = 0
@@ -152,10 +158,11 @@ def communication_buffer_bytes(
             pieces = buffers.reduce_bucket_size // partition + 1
             reduced = weight_bytes * min(head, pieces * partition)
         first = buckets + weight_bytes * head + reduced if zero_stage == 2 else 0
-        return BufferBytes(buckets if before_the_loss else 0, buckets + copied, 0, first)
-    most = buffers.max_live_parameters if live_elements is None else live_elements
-    weights = min(every, max(most, 2 * largest_block)) * weight_bytes if gathers else 0
-    return BufferBytes(bucket + weights, bucket + copied + weights, bucket, bucket + weights + weight_bytes * head)
+        return BufferBytes(buckets if before_the_loss else 0, buckets + copied, 0, first, copied, full_after)
+    weights = min(every, max(buffers.max_live_parameters, 2 * largest_block)) * weight_bytes
+    bucket *= stage_3_buckets
+    first = bucket + weights + weight_bytes * head
+    return BufferBytes(bucket + weights, bucket + copied + weights, bucket, first, copied, full_after)
 
 
 def flat_reduction_bytes(groups: Sequence[int]) -> int:
@@ -225,6 +232,21 @@ def step_temporary_bytes(
         return (accumulated + root) * partition
     copied = accumulated if accumulated < _FP32_BYTES else 0
     return (_FP32_BYTES + max(copied, root)) * partition
+
+
+def cast_gradient_bytes(parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int) -> int:
+    """Return the bytes of the largest tensor of ``step_temporary_bytes``: 16-bit gradients, flattened and cast to fp32.
+
+    Of BF16_Optimizer, gradients cast to 16 bits to be reduced; 0 where gradients accumulate in fp32.
+    """
+    if weight_bytes(precision) != 2:
+        return 0
+    if uses_bf16_optimizer(precision, grad_dtype, zero_stage):
+        return _REDUCED_BYTES * parameters if data_parallel > 1 else 0
+    if gradient_bytes(precision, grad_dtype) == _FP32_BYTES and zero_stage:
+        return 0
+    partition = -(-parameters // data_parallel) if zero_stage else parameters
+    return _FP32_BYTES * (min(partition, SUB_GROUP_ELEMENTS) if zero_stage == 3 else partition)
 
 
 # Compute the bytes of hidden states and their gradients that a pipeline stage holds to exchange them with others.

@@ -90,7 +90,7 @@ def against_device(
     fits = worst.peak <= capacity
     probability = out_of_memory_probability(framework, worst.peak, capacity)
     return Memory(
-        **vars(worst),
+        **{**vars(worst), "cached": max(worst.peak, min(worst.cached, capacity))},
         capacity=capacity,
         fits=fits,
         by_stage=stages,

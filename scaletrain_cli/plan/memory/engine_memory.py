@@ -1,12 +1,13 @@
 """Bytes of a pipeline stage as this project's engine runs it, on DeepSpeed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from scaletrain_cli.plan.block_graph import BlockTraining, backward_products
+from scaletrain_cli.plan.block_graph import backward_products
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.activations import (
+    LOSS_CHUNK_TOKENS,
     Recomputation,
     TokenActivations,
     attends_by_document,
@@ -22,6 +23,7 @@ from scaletrain_cli.plan.memory.activations import (
 from scaletrain_cli.plan.memory.block_activations import BlockKernels, materializes_scores
 from scaletrain_cli.plan.memory.buffers import (
     BufferBytes,
+    cast_gradient_bytes,
     communication_buffer_bytes,
     flat_reduction_bytes,
     pipeline_buffers,
@@ -31,7 +33,7 @@ from scaletrain_cli.plan.memory.buffers import (
 )
 from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes, trained_bytes, trained_groups
 from scaletrain_cli.plan.memory.gathered_weights import GatheredWeights, gathered_weights
-from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
+from scaletrain_cli.plan.memory.peak import PhaseMemory, cached_bytes, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import ModelStates, saved_weight_bytes, uses_bf16_optimizer, weight_bytes
 from scaletrain_cli.plan.muon import muon_temporary_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory
@@ -49,7 +51,7 @@ from scaletrain_cli.plan.stages import (
     zero_shards,
 )
 from scaletrain_cli.plan.trained_parameters import has_muon
-from scaletrain_cli.plan.trained_stages import TrainedStage, stage_of_step, trained_stages
+from scaletrain_cli.plan.trained_stages import BlockRun, TrainedStage, stage_of_step, trained_stages
 from scaletrain_cli.spec import RunSpec
 
 # Fragmentation, because the caching allocator rounds and splits blocks: a twentieth of what is allocated and freed in a
@@ -71,8 +73,9 @@ class Program:
     keeps_activated: bool = False  # whether a gated MLP saves its activated gate, as modules of transformers do
     # Whether DeepSpeed allocates its gradient buckets before the loss runs backward, as earlier versions did.
     buckets_before_loss: bool = False
+    stage_3_buckets: int = 1
     forward_entry_bytes: int = 0  # of a loss per token and entry in the forward pass, when no bucket exists
-    live_elements: int | None = None  # gathered weights between forward and backward pass in stage 3; None: ours
+    live_elements: int | None = None  # that stage 3 holds gathered all the time; None: those that a replay finds
     # Whether linear layers keep their gathered weights until they run backward: memory_efficient_linear is off, so
     # autograd saves a view of each weight, whose memory DeepSpeed's release of the parameter does not free.
     keeps_gathered: bool = False
@@ -97,41 +100,17 @@ class _StateBytes(NamedTuple):
     buffers: BufferBytes
     second: int  # gradients of one micro-batch, before they are added to those of others
     step: int  # temporary memory of the optimizer's update
-    gathered: int  # elements of the weights that ``Program.keeps_gathered`` keeps, 0 for programs that do not
+    cast: int  # the part of ``step`` in one tensor: gradients, cast to fp32 or to be reduced
+    initial: int  # gradients with which the optimizer is initialized
+    kept_weights: int  # elements of the weights that ``Program.keeps_gathered`` keeps, 0 for programs that do not
     dequantized: int  # elements of the largest quantized matrix
+    copies_from: int  # how many blocks have not run backward yet when the first full bucket is copied
 
 
-class _FixedBytes(NamedTuple):
-    """Bytes of a pipeline stage that do not depend on the number of micro-batches in flight."""
-
-    held: _StateBytes
-    backward: int  # gradients and recomputed activations of one block's backward pass
-    buffers: BufferBytes
-    kept_weights: int  # the part of ``buffers`` that ``Program.keeps_gathered`` adds
-    gathered: GatheredWeights | None  # by stage 3, if ``buffers`` is without them
-
-
-class _Run:
-    """A cache key: all inputs of the states of a run except the layout. Keys of the same section objects are equal.
-
-    Sections are frozen, and specs of one run on clusters of different sizes share them: a search over clusters counts
-    the states of a stage once.
-    """
-
-    def __init__(self, spec: RunSpec, device: Accelerator, program: Program) -> None:
-        self._spec = spec  # no other object gets the id of a section while it exists
-        sections = (spec.model, spec.training, spec.layout, spec.data)
-        self._key = (*map(id, sections), spec.cluster.gpu == "cpu", device.is_cpu, program)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Run) and other._key == self._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-# States of stages by what decides them; a search sizes thousands of layouts with a few hundred different ones.
-_KNOWN: dict[tuple[_Run, Layout, TrainedStage], dict[Stage, _StateBytes]] = {}
+# States of stages by what decides them: a search sizes thousands of layouts with a few hundred different ones. Sections
+# of a spec are frozen, and count by identity: specs of one run on clusters of different sizes share them. No other
+# object gets the id of a section while the spec beside the states exists.
+_KNOWN: dict[tuple[object, ...], tuple[RunSpec, dict[Stage, _StateBytes]]] = {}
 _MOST_KNOWN = 4096
 
 
@@ -148,8 +127,8 @@ def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, st
     runs = trained.blocks_of(model, held)
     if not any(backward_products(model, run.training, run.experts).attention for run in runs):
         return saved
-    tables = _saved_table_bytes(spec, layout, held.start, held.blocks)
-    return saved + tables + _saved_mask_bytes(spec, layout, device, held.start, held.blocks)
+    tables = _table_bytes(spec, layout, _saving_blocks(spec, layout, held))
+    return saved + tables + _saved_mask_bytes(spec, layout, device, held)
 
 
 def activation_phases(spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage) -> ActivationPhases:
@@ -189,20 +168,16 @@ class _Activations:
             fused_norms=program.fused_norms,
             keeps_activated=program.keeps_activated,
         )
-        self._known: dict[tuple[BlockTraining, bool], TokenActivations] = {}
 
-    def per_token(self, training: BlockTraining, experts: bool) -> TokenActivations:
-        """Return the activations per token of one block."""
-        if (found := self._known.get((training, experts))) is None:
-            found = token_activations(self._model, self._kernels, experts=experts, training=training)
-            self._known[training, experts] = found
-        return found
+    def per_token(self, run: BlockRun) -> TokenActivations:
+        """Return the activations per token of one block of a run."""
+        return token_activations(self._model, self._kernels, experts=run.experts, training=run.training)
 
     def saved(self, stage: Stage, trained: TrainedStage, micro_batches: int) -> int:
         """Return the bytes that the blocks of a stage keep for the backward passes of the micro-batches in flight."""
         return sum(
             stage_activation_bytes(
-                self.per_token(run.training, run.experts),
+                self.per_token(run),
                 self._tokens,
                 run.blocks,
                 self._recompute,
@@ -219,7 +194,7 @@ class _Activations:
         """
         most = 0
         for run in trained.blocks_of(self._model, stage):
-            kind = self.per_token(run.training, run.experts)
+            kind = self.per_token(run)
             bytes_ = block_backward_bytes(kind, self._tokens, stage.blocks, self._recompute)
             most = max(most, bytes_, self._tokens * (kind.working + kind.saved) if copied else 0)
         return most
@@ -264,15 +239,11 @@ def _known_states(
         activation_checkpointing="",
         cross_entropy="",
     )
-    key = _Run(spec, device, program), alike, trained
+    sections = map(id, (spec.model, spec.training, spec.layout, spec.data))
+    key = (*sections, spec.cluster.gpu == "cpu", device.is_cpu, program, alike, trained)
     if key not in _KNOWN and len(_KNOWN) >= _MOST_KNOWN:
         _KNOWN.clear()
-    return _KNOWN.setdefault(key, {})
-
-
-def _replays_gathers(layout: Layout, program: Program) -> bool:
-    """Return whether gathered weights are those of a replay, not a limit."""
-    return layout.zero_stage == 3 and program.live_elements is None
+    return _KNOWN.setdefault(key, (spec, {}))[1]
 
 
 def gathered_on_rank(spec: RunSpec, layout: Layout, elements: int) -> GatheredWeights:
@@ -301,7 +272,7 @@ def _state_bytes(
         precision = grad_dtype = "fp32"
     groups, dequantized = trained_groups(spec, layout, stage, trained)
     count = sum(elements for elements, _ in groups)
-    buffers, second, gathered = BufferBytes(0, 0, 0), 0, 0
+    buffers, second, kept_weights = BufferBytes(0, 0, 0), 0, 0
     bf16_optimizer = layout.offload == "none" and uses_bf16_optimizer(precision, grad_dtype, zero)
     if count:  # a stage of a pipeline that trains nothing has no optimizer
         head = -(-model.vocab_size // layout.tensor_parallel) * model.hidden_size
@@ -313,17 +284,16 @@ def _state_bytes(
             grads,
             shards,
             pipeline=layout.pipeline_parallel > 1,
-            gathered=shard.parameters,
+            gathered=0,
             bucket_elements=program.bucket_elements,
             bf16_optimizer=bf16_optimizer,
             before_the_loss=program.buckets_before_loss,
+            stage_3_buckets=program.stage_3_buckets,
             head=head if stage.last and trained.head else 0,
-            live_elements=program.live_elements,
-            gathers=not _replays_gathers(layout, program),
         )
         if program.keeps_gathered and zero == 3:
             elements = shard.parameters - (per_rank.embedding if stage.first else 0)
-            gathered = max(0, elements - (program.live_elements or 0))
+            kept_weights = max(0, elements - (program.live_elements or 0))
         if bf16_optimizer and program.keeps_16_bit_gradients:
             buffers = buffers.plus(element * count)
         if layout.offload == "none":  # an offloaded optimizer has its gradients added up on the host
@@ -352,7 +322,21 @@ def _state_bytes(
         step = max(step, -(-count // shards) * grads)
     states, host = engine_states(spec, layout, stage, trained=trained)
     states = states._replace(parameters=states.parameters - saved_weight_bytes(spec, layout, stage))
-    return _StateBytes(states, host, buffers, second, step, gathered, dequantized)
+    cast = 0 if layout.offload != "none" else cast_gradient_bytes(count, precision, grad_dtype, zero, shards)
+    copies_from = stage.blocks - min(stage.blocks, buffers.full_after // max(1, shard.largest_block))
+    # stage_1_and_2.py and stage3.py initialize_optimizer_states: zeros as large as the gradients of an update
+    initial = 0 if bf16_optimizer else cast
+    return _StateBytes(states, host, buffers, second, step, cast, initial, kept_weights, dequantized, copies_from)
+
+
+def _gathered(spec: RunSpec, layout: Layout, stage: Stage, program: Program) -> GatheredWeights:
+    if layout.zero_stage < 3:
+        return GatheredWeights(0, 0, 0, 0, ((stage.blocks, 0),))
+    shard = stage_shard(rank_architecture(spec, layout), stage)
+    if program.live_elements is None:
+        return gathered_on_rank(spec, layout, shard.parameters)
+    live = min(shard.parameters, max(program.live_elements, 2 * shard.largest_block))
+    return GatheredWeights(shard.parameters, shard.parameters, live, live, ((stage.blocks, live),))
 
 
 def _size_of_stage(
@@ -381,99 +365,80 @@ def _size_of_stage(
     forward = program.forward_entry_bytes * tokens * entries
     # Stage 3 has its bucket and the gathered weights already while the gradient of all logits still exists.
     in_chunks = layout.cross_entropy != "whole"
+    largest_logits = _FP32 * min(tokens, LOSS_CHUNK_TOKENS if in_chunks else tokens) * entries
     head_logits = 0 if zero < 3 or in_chunks or not trained.head else element * tokens * entries
     known = _known_states(spec, layout, device, trained, program)
-
-    def fixed_bytes(stage: Stage, alike: Stage) -> _FixedBytes:
-        """Return the bytes that do not depend on the micro-batches in flight; equal stages have the same ``alike``."""
-        if (held := known.get(alike)) is None:
-            held = known[alike] = _state_bytes(spec, layout, device, stage, trained, program)
-        kept_weights = element * held.gathered if layout.activation_checkpointing == "none" else 0
-        buffers = held.buffers.plus(kept_weights + element * held.dequantized)
-        backward = activations.backward(stage, trained, copied=offloaded)
-        gathered = None
-        if _replays_gathers(layout, program):
-            gathered = gathered_on_rank(spec, layout, stage_shard(rank_architecture(spec, layout), stage).parameters)
-        return _FixedBytes(held, backward, buffers, kept_weights, gathered)
-
-    cache: dict[Stage, _FixedBytes] = {}
+    backward_bytes: dict[Stage, int] = {}
 
     def size(stage: Stage) -> StageMemory:
         """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
         placed = bool(trained.runs) or bool(model.block_types)
         alike = stage._replace(position=0) if placed else stage._replace(position=0, start=0)
-        if (found := cache.get(alike)) is None:
-            found = cache[alike] = fixed_bytes(stage, alike)
-        held, backward, buffers, kept_weights, gathered = found
-        host = held.host
+        if (held := known.get(alike)) is None:
+            held = known[alike] = _state_bytes(spec, layout, device, stage, trained, program)
+        if (backward := backward_bytes.get(alike)) is None:
+            backward = backward_bytes[alike] = activations.backward(stage, trained, copied=offloaded)
+        kept_weights = element * held.kept_weights if layout.activation_checkpointing == "none" else 0
+        buffers = held.buffers.plus(kept_weights + element * held.dequantized)
+        host, gathered = held.host, _gathered(spec, layout, stage, program)
         chunks = chunks_in_flight(layout, stage.position)
         saved = (activations.saved(stage, trained, chunks) + chunks * shared) // layout.virtual_pipeline
         kept = saved - saved // chunks  # after the backward pass of one micro-batch
         if offloaded:
             host, saved, kept = host + saved, 0, 0
         between = pipeline_buffers(layout, stage, payload, chunks)
-        in_backward = [(stage.blocks, 0)] if gathered is None else gathered.backward
-        at_head = 0 if gathered is None else element * gathered.head
         # A loss in chunks computes its gradients in the forward pass.
-        at_loss = element * gathered.loss if gathered is not None and in_chunks else at_head
-        phases = (
-            PhaseMemory(saved, loss if stage.last else 0, buffers.loss + at_loss + between.forward, 0),
-            PhaseMemory(saved, forward if stage.last else 0, buffers.loss + at_loss if zero == 3 else 0, 0),
-            PhaseMemory(saved, head_logits, buffers.head + at_head + between.forward if stage.last else 0, 0),
-            *(
-                PhaseMemory(
-                    saved * left // max(1, stage.blocks) + backward,
-                    0,
-                    buffers.backward + between.backward + element * weights,
-                    0,
-                )
-                for left, weights in in_backward
-            ),
-            PhaseMemory(kept + backward, 0, buffers.backward + between.backward + held.second, 0),
-            PhaseMemory(0, 0, buffers.step + between.update, held.step),
-        )
-        worst = max(phases, key=sum)
+        at_loss, at_head = element * (gathered.loss if in_chunks else gathered.head), element * gathered.head
+        phases = [
+            PhaseMemory(saved, loss if stage.last else 0, buffers.loss + between.forward, 0, at_loss),
+            PhaseMemory(saved, forward if stage.last else 0, buffers.loss if zero == 3 else 0, 0, at_loss),
+            PhaseMemory(saved, head_logits, buffers.head + between.forward if stage.last else 0, 0, at_head),
+        ]
+        running = buffers.backward - buffers.copied + between.backward
+        for left, weights in gathered.backward:
+            weights *= element
+            phases.append(PhaseMemory(saved * left // max(1, stage.blocks) + backward, 0, running, 0, weights))
+            # Only gradients of the last micro-batch in flight are reduced and copied.
+            with_copy = (saved - kept) * min(left, held.copies_from) // max(1, stage.blocks) + backward
+            phases.append(PhaseMemory(with_copy, 0, running, 0, weights, buffers.copied))
+        last_copy = 0 if kept else buffers.copied
+        phases.append(PhaseMemory(kept + backward, 0, running + held.second, 0, 0, last_copy))
+        update = PhaseMemory(0, 0, buffers.step + between.update, held.step)
+        worst = max(*phases, update, key=sum)
         # Matrices from 10 MB on have segments of their own (c10/cuda/CUDACachingAllocator.cpp kMinLargeAlloc).
-        split = sum(worst) - (kept_weights if worst is not phases[-1] else 0)
-        return peak_memory(held.states, worst, split // _FRAGMENTATION_DIVISOR, framework, host)
+        split = sum(worst) - (kept_weights if worst is not update else 0)
+        cached = 0 if device.is_cpu else cached_bytes(phases, update, held.cast, held.initial, largest_logits)
+        return peak_memory(held.states, worst, split // _FRAGMENTATION_DIVISOR, framework, host, cached)
 
     return size
 
 
 def _shared_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:
     """Return the bytes that all blocks share until the backward pass of a micro-batch has ended."""
-    return kept_mask_bytes(spec, layout, device) + kept_table_bytes(spec, layout)
+    blocks = range(min(spec.transformer.num_hidden_layers, MOST_BLOCKS))
+    return kept_mask_bytes(spec, layout, device) + _table_bytes(spec, layout, blocks)
 
 
-def kept_table_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Return the bytes of the rotary tables of one micro-batch that exist until its backward pass has ended.
+def _saving_blocks(spec: RunSpec, layout: Layout, stage: Stage) -> list[int]:
+    """Return the blocks of a stage whose attention is not recomputed, so that it saves what it needs."""
+    again = recomputation(spec, layout)
+    places = () if again.attention_only else range(min(stage.blocks, MOST_BLOCKS))
+    return [stage.start + place for place in places if not again.blocks(1, place)]
+
+
+def _table_bytes(spec: RunSpec, layout: Layout, blocks: Iterable[int]) -> int:
+    """Return the bytes of the rotary tables of one micro-batch that these blocks use.
 
     A pair of tables in fp32 of this rank's positions, shared by all blocks, and another one for layers with a window
     if those have a base of their own (engine/model/rope.py ``tables_of_layers``). Rows with several documents have
     tables each; other rows share them. Recomputed blocks keep all pairs, because they need them again.
     """
-    if layout.activation_checkpointing == "none":
-        return _saved_table_bytes(spec, layout, 0, spec.transformer.num_hidden_layers)
-    return _table_bytes(spec, layout, 1 + (spec.transformer.rope_local_base_freq is not None))
-
-
-def _saved_table_bytes(spec: RunSpec, layout: Layout, start: int, blocks: int) -> int:
-    """Return the bytes of the tables that ``blocks`` blocks from block ``start`` save; recomputed ones save none."""
-    model, again = spec.transformer, recomputation(spec, layout)
-    if again.attention_only:
-        return 0
-    whole = [start + place for place in range(min(blocks, MOST_BLOCKS)) if not again.blocks(1, place)]
-    if model.rope_local_base_freq is None:
-        return _table_bytes(spec, layout, bool(whole))
-    return _table_bytes(spec, layout, len(set(map(model.slides, whole))))
-
-
-def _table_bytes(spec: RunSpec, layout: Layout, pairs: int) -> int:
     model, tokens = spec.transformer, local_tokens(spec, layout)
     if model.positions != "rotary":
         return 0
     if not has_documents(spec):
         tokens //= layout.micro_batch_size * rows_per_sample(spec)
+    pairs = len({model.rope_local_base_freq is not None and model.slides(block) for block in blocks})
     return pairs * 2 * _FP32 * model.rotary_dim * tokens
 
 
@@ -487,24 +452,19 @@ def kept_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:
     """
     model = spec.transformer
     if layout.activation_checkpointing == "none":
-        return _saved_mask_bytes(spec, layout, device, 0, model.num_hidden_layers)
+        return _saved_mask_bytes(spec, layout, device, engine_stages(model, 1)[0])
     if attends_by_document(spec, device):
         return 0
     return _mask_bytes(spec, layout, has_documents(spec) + (model.windowed_layers > 0))
 
 
-def _saved_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator, start: int, blocks: int) -> int:
-    """Return the bytes of the masks that the attention kernels of ``blocks`` blocks from block ``start`` save.
-
-    Unfused attention saves none (``score_bytes``), and neither do recomputed blocks.
-    """
-    model, again = spec.transformer, recomputation(spec, layout)
-    if materializes_scores(model) or again.attention_only or attends_by_document(spec, device):
+def _saved_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage) -> int:
+    """Return the bytes of the masks that attention kernels save; unfused attention saves none (``score_bytes``)."""
+    model, blocks = spec.transformer, _saving_blocks(spec, layout, stage)
+    if not blocks or materializes_scores(model) or attends_by_document(spec, device):
         return 0
-    places = range(min(blocks, MOST_BLOCKS))
-    whole = [start + place for place in places if not again.blocks(1, place)]
-    windowed = sum(map(model.is_local, whole)) if model.windowed_layers else 0
-    return _mask_bytes(spec, layout, (has_documents(spec) and windowed < len(whole)) + (windowed > 0))
+    windowed = sum(map(model.is_local, blocks)) if model.windowed_layers else 0
+    return _mask_bytes(spec, layout, (has_documents(spec) and windowed < len(blocks)) + (windowed > 0))
 
 
 def _mask_bytes(spec: RunSpec, layout: Layout, masks: int) -> int:

@@ -396,7 +396,14 @@ def _reducer_bytes(spec: RunSpec, layout: Layout, profile: MemoryProfile, shard:
     training = spec.training
     element = weight_bytes(training.precision)
     grads = gradient_bytes(training.precision, training.grad_dtype)
-    blocks = profile.gathered_blocks * shard.largest_block
-    ends = per_rank.embedding + per_rank.head
-    weights = blocks + ends if layout.zero_stage == 3 else shard.parameters
-    return buckets + element * min(weights, shard.parameters) + grads * min(blocks, shard.parameters)
+    blocks = min(profile.gathered_blocks * shard.largest_block, shard.parameters)
+    weights = min(blocks + per_rank.embedding + per_rank.head, shard.parameters)
+    # Until the last micro-batch of a pipeline, torch reshards no weights and reduces no gradients, which accumulate in
+    # the dtype of their reduction (torch/distributed/pipelining/stage.py backward_maybe_with_nosync;
+    # fsdp/_fully_shard/_fsdp_param.py to_accumulated_grad_if_needed).
+    pipelined = layout.pipeline_parallel > 1
+    if layout.zero_stage == 2 or pipelined:
+        weights = shard.parameters
+    if layout.gradient_accumulation_steps > 1 and (pipelined or profile.accumulates_unsharded):
+        blocks += shard.parameters
+    return buckets + element * weights + grads * blocks

@@ -5,6 +5,7 @@ the number of ranks beyond two nodes (NVIDIA/nccl issue 986), and with the peers
 connection of its own.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from scaletrain_cli.plan.axes import Axes
@@ -41,19 +42,41 @@ def outside_bytes_of_axes(axes: Axes, gpus_per_node: int) -> int:
 class PhaseMemory(NamedTuple):
     """Bytes of one phase of a step, beside weights, gradients and optimizer states.
 
-    ``temporary`` exists only during the optimizer's update.
+    ``temporary`` exists only during the optimizer's update. ``gathered`` and ``copied``: weights that ZeRO-3 has
+    gathered, and gradients that are being reduced; both are allocated on CUDA streams of their own.
     """
 
     activations: int
     logits: int
     buffers: int
     temporary: int
+    gathered: int = 0
+    copied: int = 0
 
 
-def peak_memory(states: ModelStates, phase: PhaseMemory, fragmentation: int, framework: int, host: int) -> StageMemory:
+def cached_bytes(passes: Sequence[PhaseMemory], update: PhaseMemory, cast: int, initial: int, largest: int) -> int:
+    """Return the bytes of the caching allocator's segments beside states, after the first steps.
+
+    The allocator keeps what is freed. It lends a free block only to a tensor on the stream that the block was allocated
+    for, and only if the block is as large (c10/cuda/CUDACachingAllocator.cpp, ``get_free_block``). So each stream keeps
+    its own maximum, and the ``cast`` gradients of the update, one tensor, find no room in what the passes before it
+    left, unless one tensor of those was as large (``largest``). ``initial``: of a tensor that was freed before the
+    first step, so that the passes and the rest of the update use its block. When memory runs short the allocator gives
+    back what is not in use (``release_cached_blocks``): a run needs none of it.
+    """
+    used = max(sum(phase) - phase.gathered - phase.copied for phase in passes)
+    if cast > largest:
+        used = max(used, update.buffers + initial) + cast
+    return max(used, sum(update)) + max(each.gathered for each in passes) + max(each.copied for each in passes)
+
+
+def peak_memory(
+    states: ModelStates, phase: PhaseMemory, fragmentation: int, framework: int, host: int, cached: int = 0
+) -> StageMemory:
     """Return the bytes of a stage in its fullest phase.
 
-    ``framework``: bytes outside the caching allocator; ``host``: bytes in the node's memory.
+    ``framework``: bytes outside the caching allocator; ``host``: bytes in the node's memory; ``cached``: what the
+    allocator holds beside states when all phases have run, if that is more.
     """
     allocated = sum(states) + sum(phase)
     return StageMemory(
@@ -62,12 +85,13 @@ def peak_memory(states: ModelStates, phase: PhaseMemory, fragmentation: int, fra
         optimizer_states=states.optimizer_states,
         activations=phase.activations,
         logits=phase.logits,
-        communication_buffers=phase.buffers,
+        communication_buffers=phase.buffers + phase.gathered + phase.copied,
         framework=framework,
         fragmentation=fragmentation,
         peak=allocated + fragmentation + framework,
         allocated=allocated,
         reserved=allocated + fragmentation,
+        cached=sum(states) + max(cached, sum(phase)) + fragmentation + framework,
         host=host,
         step_temporaries=phase.temporary,
     )

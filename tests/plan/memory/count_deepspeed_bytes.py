@@ -1,6 +1,6 @@
 """Count what DeepSpeed holds after a backward pass, allocates in an update, and saves; prints JSON.
 
-All counts are bytes per parameter.
+All counts are bytes per parameter, except ``first copy``: elements of gradients, by stage.
 
 Run by test_states.py as a process of its own: it initialises torch.distributed and leaves buffers behind.
 """
@@ -35,6 +35,7 @@ def main() -> None:
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed(dist_init_required=False)
         counted = {" ".join(map(str, case)): count(deepspeed, Path(folder), *case) for case in CASES}
+        counted["first copy"] = {str(stage): first_copy(deepspeed, stage) for stage in (1, 2, 3)}
     print(json.dumps(counted))
 
 
@@ -66,40 +67,81 @@ def count(deepspeed: Any, folder: Path, precision: str, grad_dtype: str, stage: 
         engine.backward(engine(batch).sum())
         gc.collect()
         held = total_bytes(live_tensors()) - total_bytes(earlier)
-        allocated = most_allocated(engine.step)
+        allocated, largest = most_allocated(engine.step)
     target = folder / f"{precision}-{grad_dtype}-{stage}"
     engine.save_checkpoint(str(target), tag="t", save_latest=False)
     saved = sum(file.stat().st_size for file in target.rglob("*.pt"))
     engine.destroy()
-    return {"held": held / parameters, "update": allocated / parameters, "saved": saved / parameters}
+    counted = {"held": held, "update": allocated, "largest": largest, "saved": saved}
+    return {name: bytes_ / parameters for name, bytes_ in counted.items()}
 
 
-def most_allocated(function: Any) -> int:
-    """The most bytes at once of tensors that a call creates."""
+def first_copy(deepspeed: Any, stage: int) -> int:
+    """The elements of gradients that the first reduction of a backward pass copies; a bucket has room for 3 layers."""
+    import torch
+    from deepspeed.runtime.zero import stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": 3 * 256 * 257,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    copied: list[int] = []
+    flatten, scatter = DeepSpeedZeroOptimizer.allreduce_bucket, stage3.reduce_scatter_coalesced
+
+    def watched(self: Any, bucket: Any, *args: Any, **kwargs: Any) -> Any:
+        copied.append(sum(tensor.numel() for tensor in bucket))
+        return flatten(self, bucket, *args, **kwargs)
+
+    def watched_scatter(tensors: Any, *args: Any) -> Any:
+        copied.append(sum(tensor.numel() for tensor in tensors))
+        return scatter(tensors, *args)
+
+    DeepSpeedZeroOptimizer.allreduce_bucket, stage3.reduce_scatter_coalesced = watched, watched_scatter
+    try:
+        engine.backward(engine(torch.ones(1, 256, dtype=torch.bfloat16)).sum())
+    finally:
+        DeepSpeedZeroOptimizer.allreduce_bucket, stage3.reduce_scatter_coalesced = flatten, scatter
+        engine.destroy()
+    return copied[0]
+
+
+def most_allocated(function: Any) -> tuple[int, int]:
+    """The most bytes at once of tensors that a call creates, and the bytes of the largest."""
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
     known = {tensor.untyped_storage()._cdata for tensor in live_tensors()}
     alive: dict[int, int] = {}
-    most = 0
+    most = largest = 0
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal most
+            nonlocal most, largest
             result = called(*args, **(kwargs or {}))
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                     storage = tensor.untyped_storage()
                     if storage._cdata not in known and storage._cdata not in alive:
                         alive[storage._cdata] = storage.nbytes()
+                        largest = max(largest, storage.nbytes())
                         weakref.finalize(storage, alive.pop, storage._cdata, None)
             most = max(most, sum(alive.values()))
             return result
 
     with Count():
         function()
-    return most
+    return most, largest
 
 
 def live_tensors() -> list[Any]:

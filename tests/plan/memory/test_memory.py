@@ -11,6 +11,7 @@ from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS
 from scaletrain_cli.plan.memory import engine_memory
 from scaletrain_cli.plan.memory.buffers import PipelineBuffers, pipeline_buffers
 from scaletrain_cli.plan.memory.device_memory import (
+    against_device,
     comfortable_bytes,
     out_of_memory_probability,
     plan_memory,
@@ -18,7 +19,7 @@ from scaletrain_cli.plan.memory.device_memory import (
     verdict,
 )
 from scaletrain_cli.plan.memory.engine_states import engine_states
-from scaletrain_cli.plan.memory.peak import outside_allocator_bytes
+from scaletrain_cli.plan.memory.peak import PhaseMemory, cached_bytes, outside_allocator_bytes
 from scaletrain_cli.plan.memory.states import ModelStates
 from scaletrain_cli.plan.result import Layout, Memory
 from scaletrain_cli.plan.search.layouts import build_layout
@@ -175,6 +176,29 @@ def test_without_a_pipeline_there_is_nothing_to_send() -> None:
 
 
 GIB = 2**30
+
+
+def test_each_stream_keeps_its_maximum_in_the_allocator_s_cache() -> None:
+    loss, backward = PhaseMemory(10, 50, 5, 0, gathered=20), PhaseMemory(30, 0, 5, 0, gathered=8, copied=4)
+    update = PhaseMemory(0, 0, 5, 40)
+    assert cached_bytes([loss, backward], update, cast=0, initial=0, largest=30) == 65 + 20 + 4
+
+
+def test_a_tensor_of_the_update_uses_memory_of_the_passes_only_if_one_tensor_of_theirs_was_as_large() -> None:
+    passes, update = [PhaseMemory(60, 20, 0, 0)], PhaseMemory(0, 0, 0, 36)
+    assert cached_bytes(passes, update, cast=24, initial=24, largest=20) == 80 + 24
+    assert cached_bytes(passes, update, cast=24, initial=24, largest=24) == 80
+    small = [PhaseMemory(10, 0, 0, 0)]
+    assert cached_bytes(small, update, cast=24, initial=24, largest=0) == 24 + 24
+
+
+def test_what_the_allocator_keeps_is_above_the_peak_and_refuses_no_run() -> None:
+    memory = memory_of(spec_of("llama-7b", training__grad_dtype="bf16", cluster__nodes=1), 3, "full")
+    assert memory.fits
+    assert memory.peak < memory.cached <= memory.capacity
+    full = replace(memory.by_stage[0], cached=2 * memory.capacity)
+    device = find_accelerator(spec_of("llama-7b").cluster)
+    assert against_device(full, (full,), FRAMEWORKS["deepspeed"], device).cached == memory.capacity
 
 
 def test_a_rank_whose_peak_is_the_capacity_fails_half_of_the_time() -> None:

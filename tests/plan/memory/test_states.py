@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scaletrain_cli.plan.memory.buffers import (
     SUB_GROUP_ELEMENTS,
     BufferBytes,
+    cast_gradient_bytes,
     communication_buffer_bytes,
     flat_reduction_bytes,
     step_temporary_bytes,
@@ -119,7 +120,19 @@ def test_deepspeed_holds_and_saves_what_the_planner_says(
     assert counted["held"] == pytest.approx(held, rel=0.01)
     update = step_temporary_bytes(10**6, precision, grad_dtype, stage, data_parallel=1) / 10**6
     assert counted["update"] == pytest.approx(update, rel=0.02, abs=0.05)
+    if cast := cast_gradient_bytes(10**6, precision, grad_dtype, stage, data_parallel=1):
+        assert counted["largest"] == pytest.approx(cast / 10**6, rel=0.02)
     assert counted["saved"] == pytest.approx(checkpoint_bytes_per_parameter(precision, stage), rel=0.05)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_copies_the_first_gradients_when_a_bucket_is_full(
+    live_bytes: dict[str, dict[str, float]], stage: int
+) -> None:
+    layer = 256 * 257
+    planned = communication_buffer_bytes(8 * layer, layer, stage, 2, 2, 1, pipeline=False, bucket_elements=3 * layer)
+    assert live_bytes["first copy"][str(stage)] == planned.full_after == 3 * layer
 
 
 def test_moments_of_fewer_bits_and_no_master_weights_take_the_bytes_of_their_dtypes() -> None:
@@ -220,16 +233,22 @@ def test_buffers_follow_the_phases_of_a_step() -> None:
         return communication_buffer_bytes(10**9, 10**8, stage, 2, 2, 8, pipeline=False, bucket_elements=10**8, **more)
 
     bucket = 2 * 10**8
-    # Two buckets, which do not exist before the loss runs backward, and the one being reduced.
-    assert buffers(2) == (0, 3 * bucket, 0, 2 * bucket)
+    # Two buckets, which do not exist before the loss runs backward, and the one being reduced, once it is full.
+    assert buffers(2) == (0, 3 * bucket, 0, 2 * bucket, bucket, 10**8)
     assert buffers(2, before_the_loss=True).loss == 2 * bucket
+    assert buffers(2, head=4 * 10**7).full_after == 6 * 10**7
     # A head that fits into a bucket; a larger one is flattened in pieces of one partition, which exceeds a bucket.
     assert buffers(2, head=10**7).head == 2 * bucket + 2 * 10**7
     assert buffers(2, head=4 * 10**8).head == 2 * bucket + 2 * 4 * 10**8 + 2 * 125 * 10**6
     gathered = 2 * 10**9  # what is gathered ahead counts among the live parameters
-    assert buffers(3) == (bucket + gathered, 2 * bucket + gathered, bucket, bucket + gathered)
+    assert buffers(3)[:4] == (bucket + gathered, 2 * bucket + gathered, bucket, bucket + gathered)
     # Without weights: the bucket is always there, and the gradient of a head is reduced in place.
-    assert buffers(3, gathers=False, head=4 * 10**8) == (bucket, 2 * bucket, bucket, bucket + 2 * 4 * 10**8)
-    assert buffers(3, live_elements=5 * 10**8).loss == bucket + gathered // 2
-    assert buffers(1, bf16_optimizer=True) == (0, 0, 0, 0)
-    assert communication_buffer_bytes(10**9, 10**8, 0, 2, 2, 1, pipeline=False) == (0, 0, 0, 0)
+    assert buffers(3, gathered=0, head=4 * 10**8)[:4] == (bucket, 2 * bucket, bucket, bucket + 2 * 4 * 10**8)
+    assert buffers(3, gathered=0, stage_3_buckets=2)[:3] == (2 * bucket, 3 * bucket, 2 * bucket)
+    assert not any(buffers(1, bf16_optimizer=True))
+    assert not any(communication_buffer_bytes(10**9, 10**8, 0, 2, 2, 1, pipeline=False))
+
+
+def test_stage_1_of_a_pipeline_copies_gradients_only_when_all_blocks_have_run_backward() -> None:
+    found = communication_buffer_bytes(10**9, 10**8, 1, 2, 2, 8, pipeline=True, bucket_elements=10**8)
+    assert found.full_after == 10**9
