@@ -1,7 +1,7 @@
 """Bytes of a pipeline stage as this project's engine runs it, on DeepSpeed."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from scaletrain_cli.plan.block_graph import backward_products
@@ -44,7 +44,6 @@ from scaletrain_cli.plan.stages import (
     engine_stages,
     local_tokens,
     rank_architecture,
-    replicas,
     rows_per_sample,
     stage_shard,
     stages_in,
@@ -93,7 +92,7 @@ class ActivationPhases(NamedTuple):
 
 
 class _StateBytes(NamedTuple):
-    """Bytes of a pipeline stage that depend neither on the micro-batch nor on recomputation, and ``elements``."""
+    """Bytes of a pipeline stage that depend neither on the micro-batch nor on recomputation."""
 
     states: ModelStates
     host: int  # states in the node's memory
@@ -105,13 +104,6 @@ class _StateBytes(NamedTuple):
     kept_weights: int  # elements of the weights that ``Program.keeps_gathered`` keeps, 0 for programs that do not
     dequantized: int  # elements of the largest quantized matrix
     copies_from: int  # how many blocks have not run backward yet when the first full bucket is copied
-
-
-# States of stages by what decides them: a search sizes thousands of layouts with a few hundred different ones. Sections
-# of a spec are frozen, and count by identity: specs of one run on clusters of different sizes share them. No other
-# object gets the id of a section while the spec beside the states exists.
-_KNOWN: dict[tuple[object, ...], tuple[RunSpec, dict[Stage, _StateBytes]]] = {}
-_MOST_KNOWN = 4096
 
 
 def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int, step: int = 1) -> int:
@@ -218,32 +210,6 @@ def trained_stage_memory(
 ) -> tuple[StageMemory, ...]:
     """Return the bytes on one rank of each pipeline stage while the run trains what ``trained`` states."""
     return tuple(map(_size_of_stage(spec, layout, device, trained, ENGINE_PROGRAM), stages_in(spec, layout)))
-
-
-def _known_states(
-    spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage, program: Program
-) -> dict[Stage, _StateBytes]:
-    """Return the states of stages that are known from layouts with the same states, to be filled with others."""
-    stages = layout.pipeline_parallel if trained.runs else min(2, layout.pipeline_parallel)
-    alike = replace(
-        layout,
-        world_size=stages * (layout.world_size // layout.pipeline_parallel),
-        data_parallel=replicas(layout),
-        pipeline_parallel=stages,
-        virtual_pipeline=1,
-        sequence_parallel=1,
-        context_parallel=1,
-        micro_batch_size=1,
-        gradient_accumulation_steps=min(2, layout.gradient_accumulation_steps),
-        global_batch_size=0,
-        activation_checkpointing="",
-        cross_entropy="",
-    )
-    sections = map(id, (spec.model, spec.training, spec.layout, spec.data))
-    key = (*sections, spec.cluster.gpu == "cpu", device.is_cpu, program, alike, trained)
-    if key not in _KNOWN and len(_KNOWN) >= _MOST_KNOWN:
-        _KNOWN.clear()
-    return _KNOWN.setdefault(key, (spec, {}))[1]
 
 
 def gathered_on_rank(spec: RunSpec, layout: Layout, elements: int) -> GatheredWeights:
@@ -367,17 +333,16 @@ def _size_of_stage(
     in_chunks = layout.cross_entropy != "whole"
     largest_logits = _FP32 * min(tokens, LOSS_CHUNK_TOKENS if in_chunks else tokens) * entries
     head_logits = 0 if zero < 3 or in_chunks or not trained.head else element * tokens * entries
-    known = _known_states(spec, layout, device, trained, program)
-    backward_bytes: dict[Stage, int] = {}
+    known: dict[Stage, tuple[_StateBytes, int]] = {}  # with the bytes of ``_Activations.backward``
 
     def size(stage: Stage) -> StageMemory:
         """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
         placed = bool(trained.runs) or bool(model.block_types)
         alike = stage._replace(position=0) if placed else stage._replace(position=0, start=0)
-        if (held := known.get(alike)) is None:
-            held = known[alike] = _state_bytes(spec, layout, device, stage, trained, program)
-        if (backward := backward_bytes.get(alike)) is None:
-            backward = backward_bytes[alike] = activations.backward(stage, trained, copied=offloaded)
+        if alike not in known:
+            states = _state_bytes(spec, layout, device, stage, trained, program)
+            known[alike] = states, activations.backward(stage, trained, copied=offloaded)
+        held, backward = known[alike]
         kept_weights = element * held.kept_weights if layout.activation_checkpointing == "none" else 0
         buffers = held.buffers.plus(kept_weights + element * held.dequantized)
         host, gathered = held.host, _gathered(spec, layout, stage, program)

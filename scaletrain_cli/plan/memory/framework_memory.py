@@ -14,7 +14,7 @@ runs in that state crashed or became ten times slower, so deferred bytes count a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, attention_matmul_flops, mlp_matmul_flops
@@ -315,6 +315,7 @@ def framework_stage_memory(
     expert_share = layout.tensor_parallel / expert_tensor
     workspace = profile.workspace + (profile.hopper_workspace if device.cuda_capability >= HOPPER else 0)
 
+    @cache
     def fixed_bytes(stage: Stage) -> _FixedBytes:
         """Return the bytes that do not depend on the micro-batches in flight."""
         shard = stage_shard(per_rank, stage, expert_share)
@@ -339,13 +340,10 @@ def framework_stage_memory(
         )
 
     outside = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
-    cache: dict[Stage, _FixedBytes] = {}
 
     def size(stage: Stage) -> StageMemory:
         """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
-        alike = stage._replace(position=0, start=stage.start if model.block_types else 0)
-        if (fixed := cache.get(alike)) is None:
-            fixed = cache[alike] = fixed_bytes(stage)
+        fixed = fixed_bytes(stage._replace(position=0))
         states, per_micro_batch = fixed.states, fixed.per_micro_batch
         saved = per_micro_batch * chunks_in_flight(layout, stage.position) // layout.virtual_pipeline
         phases = (
