@@ -18,7 +18,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.log_setup import take_over_library_logger
 from scaletrain_cli.plan import zero_buffers
 from scaletrain_cli.plan.adapters import trains_in_fp32
-from scaletrain_cli.plan.memory.buffers import NVME_OPTIMIZER_BUFFERS
+from scaletrain_cli.plan.memory.buffers import NVME_OPTIMIZER_BUFFERS, PERSISTENT_ELEMENTS
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.reasons import Reason
@@ -293,10 +293,10 @@ def deepspeed_config(spec: RunSpec, layout: Layout, module: nn.Module, swap_fold
         "zero_optimization": {
             "stage": layout.zero_stage,
             "reduce_bucket_size": buffers.reduce_bucket_size,
-            "allgather_bucket_size": buffers.allgather_bucket_size,
+            "allgather_bucket_size": buffers.reduce_bucket_size,
             "stage3_prefetch_bucket_size": buffers.prefetch_bucket_size,
             "stage3_max_live_parameters": buffers.max_live_parameters,
-            "stage3_param_persistence_threshold": buffers.param_persistence_threshold,
+            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
             "overlap_comm": buffers.overlap_comm,
             "zero_hpz_partition_size": layout.zero_secondary_shard_size,
         },

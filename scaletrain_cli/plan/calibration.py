@@ -10,6 +10,7 @@ where the measured run had another number of nodes.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -78,7 +79,13 @@ def find_calibration(
 
     ``machine``: where the run will train, as in ``Measurement``; a measurement of another named machine does not apply.
     """
-    applicable = [each for each in measured if _applies(each, spec, machine)]
+    kind = (find_accelerator(spec.cluster).name, spec.model.family, spec.training.precision, spec.planner.framework)
+    applicable = [
+        each
+        for each in measured
+        if (each.gpu, each.family, each.precision, each.framework) == kind
+        and (not machine or not each.machine or each.machine == machine)
+    ]
     apart = sorted(
         ((_distance(each, spec, model, layout), -each.measured, each) for each in applicable), key=lambda row: row[:2]
     )
@@ -86,13 +93,9 @@ def find_calibration(
     if not near:
         return None
     closest = near[0][0]
-    used = [each for distance, each in near if distance == closest][:_MOST_USED]
-    if closest > 0:
-        used = [each for _, each in near][:_MOST_USED]
-    logs = sorted(math.log(each.factor) for each in used)
-    middle = logs[len(logs) // 2] if len(logs) % 2 else (logs[len(logs) // 2 - 1] + logs[len(logs) // 2]) / 2
+    used = [each for distance, each in near if distance == 0 or closest > 0][:_MOST_USED]
     return Calibration(
-        factor=math.exp(middle),
+        factor=math.exp(median(math.log(each.factor) for each in used)),
         low=min(each.low / each.planned_seconds for each in used),
         high=max(each.high / each.planned_seconds for each in used),
         runs=len(used),
@@ -117,12 +120,6 @@ def calibrated(time: Time, calibration: Calibration, *, nodes: int) -> Time:
         stall_seconds=network * time.stall_seconds,
         by_stage=tuple(StageTime(factor * each.forward, factor * each.backward) for each in time.by_stage),
     )
-
-
-def _applies(measurement: Measurement, spec: RunSpec, machine: str) -> bool:
-    kind = (find_accelerator(spec.cluster).name, spec.model.family, spec.training.precision, spec.planner.framework)
-    measured = (measurement.gpu, measurement.family, measurement.precision, measurement.framework)
-    return measured == kind and (not machine or not measurement.machine or measurement.machine == machine)
 
 
 def _distance(measurement: Measurement, spec: RunSpec, model: ModelSize, layout: Layout) -> float:

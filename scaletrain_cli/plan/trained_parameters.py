@@ -104,18 +104,12 @@ def trained_ever(spec: RunSpec) -> frozenset[str]:
 
 def trains_only_adapters(spec: RunSpec) -> bool:
     """Return True if no parameter of the model itself trains at any step of the run."""
-    check_what_trains(spec)
-    return _trains_only_adapters(_recipe(spec))
+    return all(map(is_adapter_parameter, trained_ever(spec)))
 
 
 @lru_cache(maxsize=64)
 def _trained_ever(recipe: _Recipe) -> frozenset[str]:
     return frozenset(name for stage in _stages(recipe) for name in stage.since)
-
-
-@lru_cache(maxsize=64)
-def _trains_only_adapters(recipe: _Recipe) -> bool:
-    return all(map(is_adapter_parameter, _trained_ever(recipe)))
 
 
 def base_names(spec: RunSpec) -> frozenset[str]:
@@ -159,7 +153,6 @@ def _stages(recipe: _Recipe) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-@lru_cache(maxsize=16)
 def _phases(recipe: _Recipe) -> tuple[Phase, ...]:
     found: list[Phase] = []
     starts = _first_steps(recipe)

@@ -17,7 +17,6 @@ from scaletrain_cli.plan.reliability.durability import (
 )
 from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
 from scaletrain_cli.plan.search.engine_support import unsupported
-from scaletrain_cli.plan.search.layouts import accumulation_changes_loss
 from scaletrain_cli.plan.speed.stage_time import launches_block
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
@@ -61,7 +60,7 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory) -> Iterator[Rea
         yield Reason("plan.nearly-full", {"share": memory.peak / memory.capacity})
     if spec.training.compile is True and layout.zero_stage == 3 and framework.is_engine:
         yield Reason("plan.compile-under-zero-3")
-    if accumulation_changes_loss(spec) and layout.gradient_accumulation_steps > 1:
+    if workload_of(spec.model).accumulation_changes_loss(spec) and layout.gradient_accumulation_steps > 1:
         accumulation, batch = layout.gradient_accumulation_steps, layout.global_batch_size
         seen = {"accumulation": accumulation, "seen": batch // accumulation, "batch": batch}
         yield Reason("plan.accumulation-changes-loss", seen)

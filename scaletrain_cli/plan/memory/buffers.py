@@ -42,10 +42,8 @@ class ZeroBuffers:
     """Elements per buffer, as DeepSpeed's ``zero_optimization`` section names them."""
 
     reduce_bucket_size: int
-    allgather_bucket_size: int
     prefetch_bucket_size: int
     max_live_parameters: int
-    param_persistence_threshold: int
     overlap_comm: bool
 
 
@@ -66,10 +64,8 @@ def zero_buffers(
     bucket += bucket % 2  # NCCL's 4-byte alignment of 16-bit elements (nccl_start_alignment_factor)
     return ZeroBuffers(
         reduce_bucket_size=bucket,
-        allgather_bucket_size=bucket,
         prefetch_bucket_size=min(max(2, min(parameters, _LARGEST_BUCKET_ELEMENTS)), _PREFETCH_ELEMENTS),
         max_live_parameters=min(max(parameters, 1), _LARGEST_LIVE_ELEMENTS),
-        param_persistence_threshold=PERSISTENT_ELEMENTS,
         overlap_comm=zero_stage >= 2 or (zero_stage == 1 and not pipeline),
     )
 

@@ -168,15 +168,9 @@ class _Activations:
     def saved(self, stage: Stage, trained: TrainedStage, micro_batches: int) -> int:
         """Return the bytes that the blocks of a stage keep for the backward passes of the micro-batches in flight."""
         return sum(
-            stage_activation_bytes(
-                self.per_token(run),
-                self._tokens,
-                run.blocks,
-                self._recompute,
-                micro_batches,
-                run.start - stage.start,
-            )
+            stage_activation_bytes(self.per_token(run), self._tokens, run.blocks, self._recompute, micro_batches, first)
             for run in trained.blocks_of(self._model, stage)
+            for first in [run.start - stage.start]
         )
 
     def backward(self, stage: Stage, trained: TrainedStage, *, copied: bool) -> int:

@@ -46,10 +46,6 @@ class Group(NamedTuple):
         """Return the elements on one of ``ranks`` ranks if each tensor is sharded by itself, rounded up (stage 3)."""
         return sum(sum(-(-size // ranks) for size in sizes) * times for sizes, times in self.runs)
 
-    def in_tensors_up_to(self, most: int) -> int:
-        """Return the elements in tensors of up to ``most`` elements."""
-        return sum(sum(size for size in sizes if size <= most) * times for sizes, times in self.runs)
-
     def tensor_at(self, element: int) -> tuple[int, int]:
         """Return (start, end) of the tensor that contains this element of the flattened group.
 
@@ -143,7 +139,8 @@ def elements_in_small_tensors(model: ModelSpec, tensor: int, most: int) -> int:
         sizes = (-(-each.numel // (1 if each.tensor_dim is None else tensor)) for each in model_parameters(model))
         return sum(size for size in sizes if size <= most)
     groups = stage_groups(model, tensor, 1, 0, model.num_hidden_layers, first=True, last=True)
-    return sum(each.group.in_tensors_up_to(most) for each in groups)
+    runs = [run for each in groups for run in each.group.runs]
+    return sum(sum(size for size in sizes if size <= most) * times for sizes, times in runs)
 
 
 @lru_cache(maxsize=1024)
@@ -200,7 +197,8 @@ def _runs_of_blocks(model: ModelSpec, tensor: int, expert: int, start: int, bloc
     """
     if not model.block_types:
         runs = model.block_runs(start, blocks)
-        return [(_block(model, tensor, expert, experts=experts), times) for experts, times in runs]
+        kinds = {moe: block_tensors(model, SPARSE_BLOCK if moe else DENSE_BLOCK) for moe, _ in runs}
+        return [(_by_kind(kinds[moe], tensor, expert), times) for moe, times in runs]
     found = []
     for block, times in architecture(model, tensor, expert).kinds(start, blocks):
         stacked = (block.routed,) if block.routed else ()
@@ -215,12 +213,6 @@ def _ends(model: ModelSpec, tensor: int, *, first: bool, last: bool) -> tuple[Te
     if not first:
         opening = opening[:1] if last and model.tie_word_embeddings else ()
     return _by_kind(opening, tensor, 1), _by_kind(closing if last else (), tensor, 1)
-
-
-@lru_cache(maxsize=1024)
-def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors:
-    """Return the tensors of one block, in the order of the engine's modules."""
-    return _by_kind(block_tensors(model, SPARSE_BLOCK if experts else DENSE_BLOCK), tensor, expert)
 
 
 def _by_kind(tensors: Iterable[EngineTensor], tensor: int, expert: int) -> Tensors:

@@ -268,18 +268,13 @@ def device_and_host_states(
         for count, ranks in ((shard.dense, zero_shards(layout)), (shard.experts, expert_shards(spec, layout)))
         if count
     ]
-    states = ModelStates(
-        sum(group.parameters for group in groups),
-        sum(group.gradients for group in groups),
-        sum(group.optimizer_states for group in groups),
-    )
+    states = ModelStates(*map(sum, zip(*groups, strict=True)))
     if layout.offload == "none":
         return states, 0
     parameters, gradients, optimizer_states = states
-    stage = layout.zero_stage
     # zero/stage_1_and_2.py and stage3.py move the optimizer's partition and its gradients to the host.
-    host = optimizer_states + _HOST_COPIES * -(-shard.parameters // (zero_shards(layout) if stage else 1))
-    gradients = 0 if stage >= 2 else gradients
+    host = optimizer_states + _HOST_COPIES * -(-shard.parameters // (zero_shards(layout) if zero else 1))
+    gradients = 0 if zero >= 2 else gradients
     if layout.offload == "optimizer+params":
         host += parameters
         parameters = 0

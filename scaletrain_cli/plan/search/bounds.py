@@ -15,12 +15,13 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from scaletrain_cli.plan.axes import Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.peak import outside_bytes_of_axes
-from scaletrain_cli.plan.result import Layout, Network, StepSeconds, Time
+from scaletrain_cli.plan.result import Layout, Memory, Network, StepSeconds, Time
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
 from scaletrain_cli.plan.stages import chunks_of_schedule
 from scaletrain_cli.plan.workloads.base import FullStage
@@ -35,16 +36,6 @@ _ROUNDING = 1 - 1e-12
 # With this number of micro-batches per step, costs per step are negligible; with this number of sequences per
 # micro-batch, the memory peak moves from the optimizer's step to the activations.
 _MANY = 100_000
-
-
-@dataclass(frozen=True)
-class _States:
-    """Bytes of states on one rank that holds all pipeline stages; ``shards``: the ranks that share the sharded part."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    shards: int
 
 
 @dataclass
@@ -66,16 +57,9 @@ class Bounds:
         self._stages, self._uniform = self._workload.stages_alike(spec)
         self._alike = self._workload.blocks_alike(spec)
         self._sizes = micro_batch_sizes(spec, Axes(1, 1, 1, 1, 1, 1, 1))
-        self._micro_batches: dict[tuple[int | str, ...], tuple[float, float]] = {}
-        self._least_seconds: dict[tuple[int, ...], float] = {}
-        self._each_seconds: dict[tuple[int | str, ...], float] = {}
-        self._alone_seconds: dict[tuple[int | str, ...], tuple[float, float]] = {}
+        self._known: dict[tuple[int | str, ...], Any] = {}  # by the bound's name and what it depends on
         self._times_known: dict[Layout, tuple[Time, Network]] = {}
         self._group_seconds: dict[tuple[Axes, int, str, str, tuple[int, ...]], _GroupSeconds] = {}
-        self._states: dict[tuple[int, int, int, str], _States] = {}
-        self._activations: dict[tuple[int | str, ...], int] = {}
-        self._activations_of_blocks: dict[tuple[int | str, ...], float] = {}
-        self._full_stages: dict[tuple[int, int, int], FullStage | None] = {}
 
     def on_cluster(self, spec: RunSpec) -> "Bounds":
         """Return the bounds of the same run on another number of nodes. Both share the layouts that they have sized.
@@ -101,31 +85,19 @@ class Bounds:
         average stage (arXiv:2104.04473, section 2.2). One micro-batch takes no less time than one of the smallest size,
         and no less time per sequence than one of the largest size.
         """
-        least, each = self._least(axes), self._each(axes, checkpointing or self.checkpointing)
+        least = self._micro_batch(axes, self._sizes[0], self.checkpointing)
+        each = self._micro_batch(axes, self._sizes[-1], checkpointing or self.checkpointing) / self._sizes[-1]
         sequences, filling = self._batch / axes.data, (axes.pipeline - 1) / axes.virtual
         scale = _SLACK / axes.pipeline
         return [scale * (sequences / size + filling) * max(least, size * each) for size in micro_batches]
 
     def least_step_seconds(self, axes: Axes) -> float:
         """Return the least that ``step_seconds`` can be for these degrees with any micro-batch size."""
-        each, filling = self._each(axes, self.checkpointing), (axes.pipeline - 1) / axes.virtual
-        filled = filling * max(self._least(axes), self._sizes[0] * each) if filling else 0.0
+        each = self._micro_batch(axes, self._sizes[-1], self.checkpointing) / self._sizes[-1]
+        filling, filled = (axes.pipeline - 1) / axes.virtual, 0.0
+        if filling:
+            filled = filling * max(self._micro_batch(axes, self._sizes[0], self.checkpointing), self._sizes[0] * each)
         return _ROUNDING * _SLACK / axes.pipeline * (self._batch / axes.data * each + filled)
-
-    def _least(self, axes: Axes) -> float:
-        """Return a lower bound on the seconds per micro-batch of a rank that holds all stages."""
-        key = (axes.tensor, axes.sequence, axes.context, axes.expert)
-        if key not in self._least_seconds:
-            self._least_seconds[key] = sum(self._micro_batch(axes, self._sizes[0], self.checkpointing))
-        return self._least_seconds[key]
-
-    def _each(self, axes: Axes, checkpointing: str) -> float:
-        """Return a lower bound on the seconds per sequence of a rank that holds all stages."""
-        key = (axes.tensor, axes.sequence, axes.context, axes.expert, checkpointing)
-        if key not in self._each_seconds:
-            wide = self._sizes[-1]
-            self._each_seconds[key] = sum(self._micro_batch(axes, wide, checkpointing)) / wide
-        return self._each_seconds[key]
 
     def group_seconds(
         self,
@@ -245,26 +217,24 @@ class Bounds:
         return held + activations / axes.pipeline
 
     def _full_stage(self, axes: Axes) -> FullStage | None:
-        key = (axes.tensor, axes.expert, axes.pipeline)
-        if key not in self._full_stages:
-            self._full_stages[key] = self._workload.full_stage(self.spec, axes)
-        return self._full_stages[key]
+        key = ("full stage", axes.tensor, axes.expert, axes.pipeline)
+        if key not in self._known:
+            self._known[key] = self._workload.full_stage(self.spec, axes)
+        stage: FullStage | None = self._known[key]
+        return stage
 
     def _held_bytes(self, axes: Axes, zero_stage: int, offload: str) -> float:
         """Return the bytes of states on a rank that holds all pipeline stages."""
-        key = (axes.tensor, axes.expert, zero_stage, offload)
-        if key not in self._states:
+        key = ("states", axes.tensor, axes.expert, zero_stage, offload)
+        states: Memory | None = self._known.get(key)
+        if states is None:
             whole = axes._replace(sequence=1, context=1)
             layout = self._single_micro_batch(whole, zero_stage, _MANY, self.checkpointing, offload)
-            memory = self._workload.memory(self.spec, layout, self.device)
-            self._states[key] = _States(
-                memory.parameters, memory.gradients, memory.optimizer_states, layout.data_parallel
-            )
-        states = self._states[key]
-        shared = states.shards / axes.shards
+            states = self._known[key] = self._workload.memory(self.spec, layout, self.device)
+        shared = axes.expert / axes.shards  # the states are those of as many ranks as share the experts
         held = states.parameters * (shared if zero_stage == 3 else 1)
         held += states.gradients * (shared if zero_stage >= 2 else 1)
-        return held + states.optimizer * (shared if zero_stage >= 1 else 1)
+        return held + states.optimizer_states * (shared if zero_stage >= 1 else 1)
 
     def _selective_share(self, blocks: int) -> float:
         """Return a lower bound on the activations of ``blocks`` consecutive blocks, as a share of the average."""
@@ -275,30 +245,33 @@ class Bounds:
         whole = 1 - 1 / every
         return max(0.0, (blocks - -(-blocks // every)) / (whole * blocks)) if every > 1 else 1.0
 
-    def _micro_batch(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
-        """Return a lower bound on (compute, communication) seconds per micro-batch of a rank that holds all stages.
+    def _micro_batch(self, axes: Axes, micro_batch: int, checkpointing: str) -> float:
+        """Return a lower bound on the seconds per micro-batch of a rank that holds all stages.
 
         Experts spread over more ranks take no more compute and no less communication. Both differences depend only on
         the tokens of a rank, so they are taken from the cheapest way to shard the sequence (context parallelism).
         """
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
-        if key not in self._micro_batches:
+        seconds: float | None = self._known.get(key)
+        if seconds is None:
             cut = axes._replace(sequence=1, context=axes.sequence * axes.context)
             spread, together, here = (
                 self._parts(degrees, micro_batch, checkpointing)
                 for degrees in (cut, cut._replace(expert=1), axes._replace(expert=1))
             )
             compute = max(0.0, here[0] + min(0.0, spread[0] - together[0]))
-            self._micro_batches[key] = compute, max(0.0, here[1] + max(0.0, spread[1] - together[1]))
-        return self._micro_batches[key]
+            seconds = compute + max(0.0, here[1] + max(0.0, spread[1] - together[1]))
+            self._known[key] = seconds
+        return seconds
 
     def _parts(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
         """Return (compute, exposed communication) seconds per micro-batch of a rank that holds all stages."""
-        key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
-        if key not in self._alone_seconds:
+        key = ("parts", axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
+        seconds: tuple[float, float] | None = self._known.get(key)
+        if seconds is None:
             (time,) = self._times(self._single_micro_batch(axes, 0, micro_batch, checkpointing, "none"), (_MANY,))
-            self._alone_seconds[key] = time.compute / _MANY, time.exposed_communication / _MANY
-        return self._alone_seconds[key]
+            seconds = self._known[key] = time.compute / _MANY, time.exposed_communication / _MANY
+        return seconds
 
     def _times(self, layout: Layout, counts: Sequence[int]) -> list[StepSeconds]:
         """Return the times of steps of each of these numbers of micro-batches."""
@@ -311,11 +284,12 @@ class Bounds:
         return self._workload.least_times(self.spec, layouts, self.device)
 
     def _activation_bytes(self, axes: Axes, micro_batch: int, checkpointing: str) -> int:
-        key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
-        if key not in self._activations:
+        key = ("activations", axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
+        found: int | None = self._known.get(key)
+        if found is None:
             layout = self._single_micro_batch(axes, 3, micro_batch, checkpointing, "none")
-            self._activations[key] = self._workload.activation_bytes(self.spec, layout, self.device)
-        return self._activations[key]
+            found = self._known[key] = self._workload.activation_bytes(self.spec, layout, self.device)
+        return found
 
     def _block_bytes(self, axes: Axes, checkpointing: str) -> float:
         """Return the bytes of activations per sequence, on a stage with all blocks of the kind of ``_full_stage``.
@@ -323,12 +297,13 @@ class Bounds:
         They are those of many sequences, because what all of these share is then negligible; and without ZeRO, whose
         stage 3 would look for the moment at which gathered weights and activations of a whole model take most.
         """
-        key = (axes.tensor, axes.sequence, axes.context, checkpointing)
-        if key not in self._activations_of_blocks:
+        key = ("blocks", axes.tensor, axes.sequence, axes.context, checkpointing)
+        found: float | None = self._known.get(key)
+        if found is None:
             layout = self._single_micro_batch(axes._replace(expert=1), 0, _MANY, checkpointing, "none")
-            found = self._workload.block_bytes(self.spec, layout, self.device) / _MANY
-            self._activations_of_blocks[key] = found * (1 + framework_of(self.spec).fragmentation)
-        return self._activations_of_blocks[key]
+            each = self._workload.block_bytes(self.spec, layout, self.device) / _MANY
+            found = self._known[key] = each * (1 + framework_of(self.spec).fragmentation)
+        return found
 
     def _single_micro_batch(
         self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str

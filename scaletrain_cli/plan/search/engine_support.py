@@ -124,7 +124,9 @@ def _about_secondary_shards(layout: Layout) -> Iterator[Rule]:
     if size == 1:
         return
     if layout.world_size % size:
-        yield Rule(key, size, "secondary-divides-ranks", fix={"allowed": nearest_divisors(layout.world_size, size)})
+        yield Rule(
+            key, size, "secondary-divides-ranks", fix={"allowed": list(nearest_divisors(layout.world_size, size))}
+        )
     for axis in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
         if getattr(layout, axis) > 1:
             yield Rule(key, size, "engine-secondary-axis", {"axis": f"layout.{axis}"})

@@ -17,7 +17,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.device_memory import comfortable_bytes
 from scaletrain_cli.plan.result import Alternative, Layout, Memory, Network, Rejection, Time
 from scaletrain_cli.plan.search.bounds import Bounds
-from scaletrain_cli.plan.search.layouts import accumulation_changes_loss, build_layout, checkpointing_modes, describe
+from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe
 from scaletrain_cli.plan.search.search_space import Group, RejectionCounts, axes_to_try, groups
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
@@ -197,7 +197,7 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
     left = max(0, MOST_ALTERNATIVES - len(found.fitting))
     nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: left + 1]
     sized = [*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)]
-    contrastive = accumulation_changes_loss(spec)
+    contrastive = workload_of(spec.model).accumulation_changes_loss(spec)
     rest = [candidate for candidate in sized if candidate.layout != chosen.layout]
     rest.sort(key=lambda c: (not c.memory.fits, c.busy_seconds if c.memory.fits else c.memory.peak, simplicity(c)))
     return tuple(
@@ -242,7 +242,7 @@ def search_near(spec: RunSpec, device: Accelerator, bounds: Bounds, most_seconds
 
     None if other degrees may have a layout to compare with; then the complete search decides.
     """
-    if most_seconds == math.inf or accumulation_changes_loss(spec):
+    if most_seconds == math.inf or workload_of(spec.model).accumulation_changes_loss(spec):
         return None
     reach = most_seconds * _REACH
     near = axes_to_try(spec, worthwhile=lambda axes: bounds.least_step_seconds(axes) <= reach)
@@ -270,7 +270,7 @@ class _Search:
         self.too_slow = False
         self.workload = workload_of(spec.model)
         self.modes = checkpointing_modes(spec)
-        self.contrastive = accumulation_changes_loss(spec)
+        self.contrastive = workload_of(spec.model).accumulation_changes_loss(spec)
         self.fitting: list[Candidate] = []
         self.too_large: list[Sized] = []
         self.considered = self.timed = 0

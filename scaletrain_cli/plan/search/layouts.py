@@ -48,11 +48,6 @@ def offload_modes(spec: RunSpec, axes: Axes) -> list[str]:
     return [mode for mode in capabilities(spec).offload if zero_stages(spec, axes, mode)]
 
 
-def accumulation_changes_loss(spec: RunSpec) -> bool:
-    """Return whether the loss compares only the samples of a micro-batch, so that gradient accumulation changes it."""
-    return workload_of(spec.model).accumulation_changes_loss(spec)
-
-
 def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
     """Return the micro-batch sizes that divide a rank's share of the global batch, smallest first.
 

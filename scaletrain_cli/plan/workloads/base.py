@@ -126,7 +126,7 @@ class Workload(ABC):
         return ""
 
     def accumulation_changes_loss(self, spec: RunSpec) -> bool:
-        """Return whether a contrastive loss has fewer negatives with gradient accumulation."""
+        """Return whether the loss compares only samples of a micro-batch, so that gradient accumulation changes it."""
         return self.contrastive(spec)
 
     def micro_batch_multiple(self, spec: RunSpec) -> int:

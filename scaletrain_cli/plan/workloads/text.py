@@ -411,7 +411,7 @@ def _shown(value: Any) -> str:
 
 
 def _near(number: int, wanted: int) -> dict[str, Any]:
-    return {"allowed": nearest_divisors(number, wanted)}
+    return {"allowed": list(nearest_divisors(number, wanted))}
 
 
 def _context_rules(spec: RunSpec, context: int) -> Iterator[Rule]:
