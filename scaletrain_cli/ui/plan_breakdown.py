@@ -99,10 +99,9 @@ def risk_text(memory: Memory) -> str:
 
 def _kinds(memory: Memory) -> Iterator[Text]:
     if memory.reserved:
-        yield escaped_text(
-            f"  PyTorch allocates {bytes_text(memory.allocated)} of it and reserves {bytes_text(memory.reserved)}",
-            "dim",
-        )
+        kept = f"; nvidia-smi may show {bytes_text(memory.cached)}" if memory.cached > memory.peak else ""
+        allocated, reserved = bytes_text(memory.allocated), bytes_text(memory.reserved)
+        yield escaped_text(f"  PyTorch allocates {allocated} of it and reserves {reserved}{kept}", "dim")
     if memory.host:
         yield escaped_text(f"  in the node's memory: {bytes_text(memory.host)} per rank")
 

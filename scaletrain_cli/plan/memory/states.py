@@ -268,7 +268,8 @@ def device_and_host_states(
         for count, ranks in ((shard.dense, zero_shards(layout)), (shard.experts, expert_shards(spec, layout)))
         if count
     ]
-    states = ModelStates(*map(sum, zip(*groups, strict=True)))
+    none = ModelStates(0, 0, 0)  # a stage of nanotron may be empty
+    states = ModelStates(*map(sum, zip(none, *groups, strict=True)))
     if layout.offload == "none":
         return states, 0
     parameters, gradients, optimizer_states = states

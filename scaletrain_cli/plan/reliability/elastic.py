@@ -143,7 +143,8 @@ class _Run:
     def through(self, seconds: float, nodes: int) -> bool:
         """Return whether the run ends within an interval with this number of available nodes."""
         if self.size is not None and nodes < self.size:
-            self.left -= self._kept(self.now - self.began)
+            worked = max(0.0, self.now - self.began - self._plan.durability.restart_seconds)
+            self.left -= self._share(kept_seconds(self._plan.durability, self.grace_seconds, worked))
             self.interruptions += 1
             self.size = None
         if self.size is None:
@@ -187,11 +188,6 @@ class _Run:
     def _share(self, seconds: float) -> float:
         """Return the share of the run of these seconds of steps and blocking checkpoints."""
         return min(self.left, max(0.0, seconds) / self._pace / self._plan.time.to_train)
-
-    def _kept(self, seconds: float) -> float:
-        """Return the share kept of a run that loses a node ``seconds`` after its start."""
-        worked = max(0.0, seconds - self._plan.durability.restart_seconds)
-        return self._share(kept_seconds(self._plan.durability, self.grace_seconds, worked))
 
     def _grows_at(self, nodes: int) -> float | None:
         """Return when the run has saved and stopped to restart on more nodes; None if it does not."""

@@ -14,7 +14,7 @@ A search over a large cluster cannot size every layout. The bounds follow from p
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from scaletrain_cli.plan.axes import Axes
@@ -38,14 +38,6 @@ _ROUNDING = 1 - 1e-12
 _MANY = 100_000
 
 
-@dataclass
-class _GroupSeconds:
-    """Bounds for each micro-batch size of a group: from the ``widest``, and from the smallest too if that is known."""
-
-    widest: list[float]
-    both: list[float] | None = None
-
-
 class Bounds:
     """Lower bounds for the layouts of one spec; sized layouts are cached."""
 
@@ -59,7 +51,8 @@ class Bounds:
         self._sizes = micro_batch_sizes(spec, Axes(1, 1, 1, 1, 1, 1, 1))
         self._known: dict[tuple[int | str, ...], Any] = {}  # by the bound's name and what it depends on
         self._times_known: dict[Layout, tuple[Time, Network]] = {}
-        self._group_seconds: dict[tuple[Axes, int, str, str, tuple[int, ...]], _GroupSeconds] = {}
+        # For each micro-batch size of a group: from the widest, and then from the smallest too if that is known.
+        self._group_seconds: dict[tuple[Axes, int, str, str, tuple[int, ...]], list[list[float]]] = {}
 
     def on_cluster(self, spec: RunSpec) -> "Bounds":
         """Return the bounds of the same run on another number of nodes. Both share the layouts that they have sized.
@@ -130,19 +123,17 @@ class Bounds:
             first = max(0.0, one.step - once) / widest - further
             sequences = self.spec.training.global_batch_size / axes.data
             closer = (_SLACK * (sequences * further + size * first) for size in micro_batches)
-            self._group_seconds[key] = _GroupSeconds(
-                [_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)]
-            )
+            self._group_seconds[key] = [[_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)]]
         known = self._group_seconds[key]
-        if len(micro_batches) == 1 or zero_stage < 3 or min(known.widest) > enough:
-            return known.widest
-        if known.both is None:
+        if len(micro_batches) == 1 or zero_stage < 3 or min(known[0]) > enough:
+            return known[0]
+        if len(known) == 1:
             layout = build_layout(self.spec, axes, zero_stage, mode, micro_batches[0], offload)
             one, two = self._times(layout, (1, 2))
             sequences, further = self.spec.training.global_batch_size / axes.data, max(0.0, two.step - one.step)
             narrow = [_SLACK * (one.step + (sequences / size - 1) * further) for size in micro_batches]
-            known.both = [max(pair) for pair in zip(known.widest, narrow, strict=True)]
-        return known.both
+            known.append([max(pair) for pair in zip(known[0], narrow, strict=True)])
+        return known[1]
 
     def traffic_seconds(self, axes: Axes, zero_stage: int, micro_batches: Sequence[int]) -> list[float]:
         """Return a lower bound on the step seconds, for each micro-batch size, from the traffic of ZeRO-2 and 3.

@@ -160,14 +160,6 @@ class Point(NamedTuple):
     timing: tuple[Time, Network] | None = None
     memory: Memory | None = None
 
-    def needs_no_more(self, other: "Point") -> bool:
-        """Return whether it needs no more memory than another layout of the same group."""
-        return (
-            self.micro_batch <= other.micro_batch
-            and self.checkpointing >= other.checkpointing
-            and self.offload >= other.offload
-        )
-
 
 @dataclass(frozen=True)
 class Found:
@@ -423,7 +415,12 @@ class _Search:
     def _is_marked(self, point: Point) -> bool:
         """Return whether a layout of the same group that needs no more memory is known not to fit."""
         marks = self._marks.get((point.group.axes, point.group.zero_stage), ())
-        return any(mark.needs_no_more(point) for mark in marks)
+        return any(
+            mark.micro_batch <= point.micro_batch
+            and mark.checkpointing >= point.checkpointing
+            and mark.offload >= point.offload
+            for mark in marks
+        )
 
     def _may_fit(self, point: Point) -> bool:
         return self._least_bytes(point, self._most_bytes) <= self._most_bytes

@@ -58,17 +58,13 @@ class Sizing:
         limits of time and dollars on the chosen cluster, null without either or without evidence.
         """
         keys = ("objective", "max_gpus", "deadline_seconds", "budget_usd", "ruled_out")
-        rows = [row.to_json() for row in self.considered]
-        notes = {
+        return {key: getattr(self, key) for key in keys} | {
             "notes": [str(note) for note in self.notes],
             "note_reasons": [note.to_document() for note in self.notes],
+            "probability": self.probability,
+            "tried": sum(row.least_seconds is None for row in self.considered),
+            "considered": [row.to_json() for row in self.considered],
         }
-        return (
-            {key: getattr(self, key) for key in keys}
-            | notes
-            | {"probability": self.probability}
-            | {"tried": sum(row.least_seconds is None for row in self.considered), "considered": rows}
-        )
 
 
 class SizingError(InfeasibleError):

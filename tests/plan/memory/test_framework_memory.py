@@ -97,6 +97,12 @@ def test_reserved_bytes_of_nanotron_s_first_stage(micro_batch: int, measured: fl
     assert memory.by_stage[0].reserved == pytest.approx(measured * GIB, rel=0.1)
 
 
+def test_a_stage_of_nanotron_without_blocks_has_no_states() -> None:
+    cut = {"cluster__nodes": 2, "layout__pipeline_parallel": 16, "training__global_batch_size": 64}
+    memory = memory_of("nanotron", model__seq_len=4096, **cut, **published_llama(16, 2048, 8192))
+    assert 0 in [stage.parameters for stage in memory.by_stage]
+
+
 @pytest.mark.parametrize("framework", ["fsdp", "megatron", "nanotron"])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_the_parts_add_up_and_allocated_is_below_reserved_is_below_peak(framework: str, mode: str) -> None:
