@@ -157,12 +157,15 @@ def test_the_runs_of_openclip_are_a_part_of_the_project_and_decode_images_on_six
     assert large.time.data_wait == 0
 
 
-def test_the_local_batch_of_torchtitan_is_cut_by_a_pipeline_into_single_sequences() -> None:
+def test_a_pipeline_of_torchtitan_cuts_its_local_batch_into_single_sequences_and_in_2024_by_its_stages() -> None:
     row = {"model": "Llama3.1-8B", "gpu": "H100 (96GB HBM2e, 500W)", "n_gpus": "64", "gbs_samples": "128", "mbs": "16"}
     row |= {"layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8", "ffn": "14336", "vocab": "128256"}
     row |= {"seq_len": "8192", "tp": "1", "precision": "bf16", "notes": "", "act_recompute": "full", "compile": "1"}
+    row["source"] = "benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
     piped = fsdp_runs.build_titan(row | {"dp": "8", "pp": "8"}).layout
     assert (piped.micro_batch_size, piped.gradient_accumulation_steps) == (1, 16)
+    old = fsdp_runs.build_titan(row | {"dp": "8", "pp": "8", "source": "llama3_h100_202412_torchtitan.md"}).layout
+    assert (old.micro_batch_size, old.gradient_accumulation_steps) == (2, 8)
     flat = fsdp_runs.build_titan(row | {"dp": "64", "pp": "1", "mbs": "2"}).layout
     assert (flat.micro_batch_size, flat.gradient_accumulation_steps) == (2, 1)
 
