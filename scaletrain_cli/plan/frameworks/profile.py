@@ -44,7 +44,7 @@ class MemoryProfile:
     # Blocks whose weights are gathered at the same time under ZeRO-3.
     gathered_blocks: int
     # Whether ZeRO-2 and 3 reduce gradients only with the last micro-batch of a step, and keep them whole until then
-    # (FSDP's no_sync, set_requires_gradient_sync). With a pipeline they always do.
+    # (FSDP2, set_requires_gradient_sync). With a pipeline they always do.
     accumulates_unsharded: bool = False
     # Bytes of cuBLAS and Transformer Engine workspaces in the caching allocator, and the additional bytes on Hopper and
     # later (torch, CUDABlas.cpp; Transformer Engine, cuBLAS workspace size).
