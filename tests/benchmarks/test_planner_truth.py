@@ -166,8 +166,9 @@ def test_a_pipeline_of_torchtitan_cuts_its_local_batch_into_single_sequences_and
     assert (piped.micro_batch_size, piped.gradient_accumulation_steps) == (1, 16)
     old = fsdp_runs.build_titan(row | {"dp": "8", "pp": "8", "source": "llama3_h100_202412_torchtitan.md"}).layout
     assert (old.micro_batch_size, old.gradient_accumulation_steps) == (2, 8)
-    flat = fsdp_runs.build_titan(row | {"dp": "64", "pp": "1", "mbs": "2"}).layout
-    assert (flat.micro_batch_size, flat.gradient_accumulation_steps) == (2, 1)
+    flat = fsdp_runs.build_titan(row | {"dp": "64", "pp": "1", "mbs": "2"})
+    assert (flat.layout.micro_batch_size, flat.layout.gradient_accumulation_steps) == (2, 1)
+    assert isinstance(flat.program, fsdp_runs.CompiledLoss)  # of runs that torch.compile compiled in 2025
 
 
 def test_the_script_prints_its_usage_and_exits_with_0(monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
