@@ -16,9 +16,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     COHORT,
     JOB_SET,
     LOCAL_QUEUE,
-    NATIVE_POD_GROUP,
     ServedVersions,
-    kind_of,
 )
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.submit import submit_run
@@ -128,13 +126,6 @@ def test_a_submission_is_refused_where_no_pod_group_is_served(api: FakeApi, make
     made = make_run(*SETTINGS, "cluster.kubernetes.native_gang=auto")
     with pytest.raises(SchedulerError, match=r"cluster\.kubernetes\.native_gang: .* has no PodGroup"):
         KubernetesBackend().preflight(made.record.spec, made.record.plan)
-
-
-def test_every_kind_that_is_applied_is_known_in_each_of_its_versions() -> None:
-    for version in ("v1beta1", "v1alpha3", "v1alpha2"):
-        assert kind_of({"apiVersion": f"{SCHEDULING}/{version}", "kind": "PodGroup"}) is NATIVE_POD_GROUP
-    with pytest.raises(AssertionError):
-        kind_of({"apiVersion": f"{SCHEDULING}/v1", "kind": "PodGroup"})
 
 
 def test_a_kind_that_is_known_in_one_version_is_not_asked_for() -> None:

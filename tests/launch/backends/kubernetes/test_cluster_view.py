@@ -105,12 +105,6 @@ def test_free_gpus_are_counted_by_product_without_those_of_active_pods() -> None
     assert shown.notes == ("not ready: c NotReady, d Ready,SchedulingDisabled",)
 
 
-def test_an_init_container_counts_if_it_requests_more_than_all_other_containers() -> None:
-    one = holding(pod("x", node="a"), 2)
-    one["spec"]["initContainers"] = [{"resources": {"limits": {GPU: "4"}}}]
-    assert view(nodes=(node("a"),), pods=(one,)).gpus[0].used == 4
-
-
 def test_without_the_right_to_list_all_pods_no_free_gpus_are_shown() -> None:
     shown = view(nodes=(node("a"),), pods=None, forbidden=("pods",))
     assert (shown.gpus, shown.nodes) == ((), (NodesRow("Ready", 1),))

@@ -62,22 +62,6 @@ def test_a_gang_whose_pods_all_run_is_running_with_its_nodes() -> None:
     assert "all 2 pods running" in job.detail
 
 
-def test_a_node_that_does_not_report_is_named() -> None:
-    silent = pod(NAME, 1, node="n2", conditions=[condition("Ready", "False")])
-    job = judged(jobset(), pod(NAME, 0, conditions=[condition("Ready")]), silent)
-    assert job.detail == "all 2 pods running; node n2 does not report, 1 pod on it may be lost"
-
-
-def test_a_gang_whose_pods_end_one_by_one_is_running() -> None:
-    assert judged(jobset(), ended(NAME, 0, 0), pod(NAME, 1)).state == "running"
-
-
-def test_a_completed_job_has_ended_with_exit_code_0() -> None:
-    done = condition("Completed", reason="AllJobsCompleted", message="jobset completed successfully")
-    job = judged(jobset(done), ended(NAME, 0, 0), ended(NAME, 1, 0))
-    assert (job.state, job.exit_code, job.detail) == ("ended", 0, "completed")
-
-
 def test_a_failed_job_has_its_reason_and_exit_code() -> None:
     message = "applying FailJobSet failure policy action"
     failed = condition("Failed", reason="FailJobSetFailurePolicyAction", message=message)
@@ -101,33 +85,11 @@ def test_the_exit_code_of_another_container_is_ignored() -> None:
     assert judged(jobset(condition("Failed", reason="X")), ours).exit_code == 93
 
 
-def test_a_container_that_was_killed_for_memory_is_reported() -> None:
-    job = judged(jobset(condition("Failed", reason="ReachedMaxRestarts")), ended(NAME, 0, 137, "OOMKilled"))
-    assert "exit code 137, OOMKilled" in job.detail
-
-
 def test_a_job_has_not_ended_before_its_last_pod() -> None:
     failed = jobset(condition("Failed", reason="FailedJobs"))
     job = judged(failed, ended(NAME, 0, 1), pod(NAME, 1))
     assert (job.state, "1 pod still ending" in job.detail) == ("ending", True)
     assert judged(failed, ended(NAME, 0, 1)).state == "ended"
-
-
-def test_a_job_that_waits_for_quota_shows_kueues_message() -> None:
-    said = "couldn't assign flavors to pod set node: insufficient unused quota for nvidia.com/gpu in flavor h100"
-    waiting = workload(condition("QuotaReserved", "False", "Pending", said))
-    job = judged(jobset(queue="team-a", suspend=True), queued=waiting)
-    assert (job.state, job.detail) == ("queued", f"waits in queue team-a: {said}")
-
-
-def test_a_preempted_job_has_the_preemptor_and_the_reason_of_its_wait() -> None:
-    by, said = "Preempted to accommodate a workload", "Preempted to accommodate a workload (UID: 7) of priority 100"
-    why = [condition("Evicted", "True", "Preempted", by), condition("Preempted", "True", "InClusterQueue", said)]
-    waiting = workload(*why, condition("QuotaReserved", "False", "Pending", "insufficient unused quota"))
-    job = judged(jobset(queue="team-a", suspend=True), queued=waiting)
-    assert job.state == "queued"
-    assert job.detail.startswith(f"preempted by Kueue ({said})")
-    assert job.detail.endswith("waits in queue team-a: insufficient unused quota")
 
 
 def test_a_job_that_kueue_deactivated_is_reported_with_its_reason() -> None:
@@ -146,11 +108,6 @@ def test_an_eviction_of_pods_that_were_not_ready_has_the_time_of_the_next_try() 
     detail = judged(jobset(queue="q", suspend=True), queued=waiting).detail
     assert "evicted by Kueue (PodsReadyTimeout: Exceeded the PodsReady timeout" in detail
     assert "again at 2026-11-21T12:01:00Z" in detail
-
-
-def test_without_the_right_to_read_workloads_the_wait_is_reported_as_unknown() -> None:
-    job = judged(jobset(queue="q", suspend=True), queue_known=False)
-    assert "right to list workloads.kueue.x-k8s.io" in job.detail
 
 
 def test_a_missing_queue_and_a_held_job_are_reported() -> None:

@@ -270,13 +270,6 @@ def test_a_run_of_several_nodes_without_a_queue_has_a_note() -> None:
         )
 
 
-def test_bad_nodes_are_excluded_by_label_and_by_name() -> None:
-    affinity = template_of(rendered_recipe(SPOT, avoid=("gpu-1", "gpu-2")))["spec"]["affinity"]
-    (term,) = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-    assert term["matchExpressions"][0]["values"] == ["gpu-1", "gpu-2"]
-    assert [each["values"] for each in term["matchFields"]] == [["gpu-1"], ["gpu-2"]]
-
-
 def test_a_record_that_is_too_large_for_a_config_map_is_refused() -> None:
     with pytest.raises(UsageError, match="ConfigMap"):
         rendered_recipe(SPOT, documents={"run.json": "x" * 1_000_001})

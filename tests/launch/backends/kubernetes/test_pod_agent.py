@@ -99,17 +99,6 @@ def test_no_attempt_follows_in_a_pod_that_was_asked_to_leave(make_run: MakeRun, 
     assert (attempt.decision.requeue, attempt.decision.in_place) == (True, False)
 
 
-def test_pods_that_fail_twice_at_the_same_step_exit_with_1_for_other_nodes(
-    make_run: MakeRun, start_gang: StartGang
-) -> None:
-    made = make_run(*TWO_NODES, die={"*:2": 7}, stay={"*:0": 1}, steps=200)
-    gang = start_gang(made)
-    assert gang.wait() == [1, 1]
-    assert [attempt.decision.in_place for attempt in gang.attempts if attempt.decision] == [True, False]
-    assert start_gang(made, 1).wait() == [93, 93]
-    assert len(gang.attempts) == 3
-
-
 def test_a_gang_of_an_ended_run_exits_with_the_decision(make_run: MakeRun, start_gang: StartGang) -> None:
     made = make_run(*TWO_NODES)
     gang = start_gang(made)
