@@ -72,7 +72,6 @@ def test_a_signal_ends_both_processes_without_a_trace_of_files(number: signal.Si
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        assert process.stderr is not None
         said = process.stderr.readline()
         assert "preparing" in said
         try:

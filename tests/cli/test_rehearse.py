@@ -154,9 +154,7 @@ def test_verdicts_are_read_from_the_log_and_name_lines_of_the_spec(tmp_path: Pat
     found, complete = result_of(run, ended("finished"), Options(("labels", "learning-rate")))
     assert complete
     item = found.item("learning-rate")
-    assert item is not None
     change = item.causes[0].change
-    assert change is not None
     assert change.place.partition(":")[0].endswith("small.yaml")
     assert read_rehearsal(run) == found
 

@@ -194,7 +194,6 @@ def test_keys_choose_pages_scroll_and_quit(trained: RunDir) -> None:
 def test_the_log_is_shown_from_its_end(trained: RunDir) -> None:
     lines = tuple(f"2026-03-01T12:00:03.512Z INFO rank 0: line {number}" for number in range(100))
     found = read_log(trained, 0)
-    assert found is not None
     assert found.lines == ("step 1", "step 2")
     shown, choices = Shown(read_view(trained), (), Log(found.file, 0, 1, lines)), Choices(page="logs")
     screen = texts(shown, choices, 80, 24)

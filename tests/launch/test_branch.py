@@ -56,7 +56,6 @@ def test_a_branch_has_the_checkpoint_and_the_history_up_to_it(made: MadeRun) -> 
     before = snapshot_of(made.run)
     run = branch(made, "training.steps=30", step=15)
     checkpoint, passed_over = latest_valid(run.checkpoints)
-    assert checkpoint is not None
     assert (checkpoint.step, passed_over) == (15, [])
     shard = checkpoint.path / "shard"
     assert shard.stat().st_ino == (made.run.checkpoints / "step-00000015" / "shard").stat().st_ino, "a hard link"
@@ -78,7 +77,6 @@ def test_a_checkpoint_that_the_other_run_deletes_stays_in_the_branch(made: MadeR
     run = branch(made, step=10)
     delete_checkpoint(made.run.checkpoints / "step-00000010")
     checkpoint, _ = latest_valid(run.checkpoints)
-    assert checkpoint is not None
     assert checkpoint.step == 10
 
 
@@ -88,7 +86,6 @@ def test_where_files_cannot_have_two_names_they_are_copied(made: MadeRun, monkey
 
     monkeypatch.setattr(os, "link", refuse)
     checkpoint, _ = latest_valid(branch(made, step=10).checkpoints)
-    assert checkpoint is not None
     assert (checkpoint.path / "shard").stat().st_nlink == 1
 
 
@@ -173,7 +170,6 @@ def test_a_branch_has_the_code_of_the_other_run_unless_it_is_to_have_newer(tree:
     assert read_record(newer).code != made.record.code
     for run in (kept, newer):
         code = read_record(run).code
-        assert code is not None
         assert (run.path / "code" / f"{code.name}.tar.gz").is_file()
 
 

@@ -84,7 +84,6 @@ def test_epochs_of_prepared_text_are_rounded_up_to_whole_steps(
     assert str(how) == text
     assert resolved == make_spec(f"training.steps={steps}")
     known = data_size(resolved)
-    assert known is not None
     assert (known.train, known.exact) == ((tokens - 1) // 8, True)
 
 

@@ -108,7 +108,6 @@ def test_a_step_trained_again_after_a_rollback_is_evaluated_again(run: RunDir, m
     assert evaluation_run_id(run, 20) == first[20]
     assert evaluation_run_id(run, 40) != first[40]
     evaluation = read_evaluation(run, 40)
-    assert evaluation is not None
     assert evaluation.run_id == first[40]
 
 

@@ -151,7 +151,6 @@ def test_a_full_cache_excludes_the_first_node_for_an_hour_and_the_second_one_end
     (found,) = read_bad_nodes(root, time.time())
     assert found.attempt == 1
     decision = read_attempts(made.run)[-1].decision
-    assert decision is not None
     assert (decision.requeue, decision.exit_code, decision.code) == (False, 93, "launch.stop-caches")
     assert "2 attempts" in decision.why
     assert "/local/hf" in decision.why

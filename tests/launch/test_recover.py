@@ -152,7 +152,6 @@ def test_the_job_before_makes_no_later_one_lost(make_run: MakeRun, no_accounting
     assert why_lost(made.run, made.record, replace(job, cause="cancelled"), SLURM) is None, "deleted while it waited"
     assert why_lost(made.run, made.record, replace(job, cause=None, forgotten=True), SLURM) is None
     found = why_lost(made.run, made.record, job, SLURM)
-    assert found is not None
     assert found.code == "launch.lost-before-attempt"
 
 
@@ -204,7 +203,6 @@ def test_a_lost_run_is_resumed_once_however_many_look(make_run: MakeRun, forked_
     made = make_run("restarts.lost=2", steps=20, stay={"1:*": 8}, checkpoint_every=5, silence=600)
     lose(made)
     waiting = recover(made.run, LOCAL)
-    assert waiting is not None
     assert (waiting.state, waiting.number, waiting.allowed) == ("waiting", 1, 2)
     assert waiting.after is not None
     assert submissions(made) == [0]
@@ -227,7 +225,6 @@ def test_a_run_that_wants_no_resume_or_has_used_all_stays_as_it_is(make_run: Mak
     record_event(made.run, "submitted", job_id="8", automatic=1)
     assert automatic_submissions(made.run) == 1
     found = recover(made.run, LOCAL, now=time.time() + 1e6)
-    assert found is not None
     assert found.state == "used-up"
     LOCAL.cancel(made.run, made.record)
     assert recover(made.run, LOCAL, now=time.time() + 1e6) is None
@@ -290,7 +287,6 @@ def test_a_scheduler_that_does_not_answer_is_no_refusal(make_run: MakeRun, monke
 
     monkeypatch.setattr(LocalBackend, "submit", refuses)
     refused = recover(made.run)
-    assert refused is not None
     assert refused.state == "refused"
     monkeypatch.setattr(LocalBackend, "submit", is_silent)
     with pytest.raises(SchedulerSilentError):

@@ -42,7 +42,6 @@ def test_a_finished_run_continues_with_more_steps_and_records_the_change() -> No
     made, cluster = finished_run("training.schedule.name=constant"), Cluster()
     resize = replan(made.run, ["training.steps=30"])
     report = resume(made.run, resize=resize, scheduler=cluster).report
-    assert report.checkpoint is not None
     assert (report.checkpoint.step, read_record(made.run).spec.total_steps) == (20, 30)
     (event,) = made.events("schedule-changed")
     assert (event["step"], event["revision"], event["same_past"]) == (20, 1, True)
@@ -91,7 +90,6 @@ def test_a_cosine_schedule_says_that_its_past_depends_on_the_length() -> None:
     made = ended_run()
     resize = replan(made.run, ["training.steps=40"])
     schedule = resize.schedule
-    assert schedule is not None
     assert schedule.learning_rate == WasNow(
         learning_rate(11, 20, made.record.spec.training), learning_rate(11, 40, made.record.spec.training)
     )

@@ -65,7 +65,6 @@ def test_a_resized_run_is_submitted_with_its_revision() -> None:
     record = read_record(made.run)
     assert (record.revision, record.plan.layout.world_size) == (1, 4)
     submission = read_submission(made.run)
-    assert submission is not None
     assert submission.revision == 1
     assert made.events("submitted")[-1]["revision"] == 1
     assert not [*made.run.path.glob("cancelled*"), *made.run.path.glob("stop*")]
@@ -156,7 +155,6 @@ def test_a_batch_that_cannot_be_divided_is_infeasible() -> None:
     with pytest.raises(InfeasibleError, match=r"no layout of .* divides") as caught:
         replan(made.run, ["cluster.gpus_per_node=3"])
     (problem, *_) = caught.value.problems
-    assert problem.reason is not None
     assert problem.reason.code == "launch.resume-fixed-batch"
     assert "must be a multiple of 3 data-parallel ranks; a resumed run keeps" in problem.message
     assert problem.hint == "Use a number of nodes that divides it.", "and not another batch, which a resume refuses"
@@ -166,7 +164,6 @@ def test_a_rejected_resize_leaves_the_run_unchanged() -> None:
     made, cluster = ended_run(), Refusing()
     with pytest.raises(SchedulerError):
         resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=1"]), scheduler=cluster)
-    assert cluster.seen is not None
     assert cluster.seen.revision == 1, "a job that starts at once reads the new layout"
     assert (read_record(made.run).spec, revisions(made.run)) == (made.record.spec, [])
     assert made.run.stop_file.exists()

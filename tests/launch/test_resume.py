@@ -58,7 +58,6 @@ def test_a_resume_reports_why_the_run_ended_the_checkpoint_and_the_lost_steps(ma
     attempt(made, 1, "oom")
     report = inspect_resume(made.run, Cluster())
     assert "attempt 1 ended with exit code 1: oom happened; so it was decided" in str(report.why_ended)
-    assert report.checkpoint is not None
     assert report.checkpoint.step == 10
     assert (report.last_step_logged, report.steps_lost) == (14, 4)
     assert (report.finished, report.active, report.passed_over) == (False, False, [])

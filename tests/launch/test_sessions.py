@@ -63,7 +63,6 @@ def test_a_shell_beside_the_ranks_of_a_local_run(sessions: Sessions) -> None:
 
 def test_a_port_of_a_local_run_is_named_and_forwarded_only_to_another_one(sessions: Sessions, made: MadeRun) -> None:
     with subprocess.Popen([sys.executable, "-c", ECHO_SERVER], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         port = int(server.stdout.readline())
         named = scaletrain("port-forward", made.run.path, port)
         assert (named.code, f"is at 127.0.0.1:{port} already" in named.err) == (ExitCode.DONE, True)

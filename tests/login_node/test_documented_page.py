@@ -33,7 +33,6 @@ def test_the_commands_of_the_page_lead_to_a_run_that_has_ended(site: Site) -> No
     text = PAGE.read_text(encoding="utf-8")
     entry = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
     commands = re.search(r"```sh\n(.*?)```", text, re.DOTALL)
-    assert entry is not None
     assert commands is not None
     assert ENTRY[0] in entry[1]
     clusters = Path(os.environ["XDG_CONFIG_HOME"], "scaletrain", "clusters.yaml")

@@ -149,7 +149,6 @@ def test_a_runs_root_within_the_tree_is_excluded(tree: WorkingTree, monkeypatch:
 def test_only_the_selected_folder_of_a_repository_is_kept(tree: WorkingTree) -> None:
     tree.write("train.py", "print('two')\n")
     taken = take_snapshot(make_spec(f"code.path={tree.folder / 'src'}"))
-    assert taken is not None
     assert files_in(taken.archive).keys() == {"my_model/__init__.py"}
     assert taken.record.uncommitted == 0
 
@@ -240,7 +239,6 @@ def test_the_ignore_file_of_a_subfolder_applies_to_that_subfolder(tree: WorkingT
     tree.write("src/big.bin", "0")
     tree.write("src/my_model/big.bin", "0")
     taken = take_snapshot(make_spec(f"code.path={tree.folder / 'src'}"))
-    assert taken is not None
     assert files_in(taken.archive).keys() == {".scaletrainignore", "my_model/__init__.py", "my_model/big.bin"}
     assert "src/big.bin" not in files_in(snapshot(tree).archive)
 

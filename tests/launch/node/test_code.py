@@ -70,7 +70,6 @@ def test_run_json_identifies_the_code(program: WorkingTree) -> None:
     made = submit(program)
     code = read_record(made.run).code
     assert code == made.record.code
-    assert code is not None
     assert code.commit == program.git("rev-parse", "HEAD").strip()
     assert {path.name for path in (made.run.path / "code").iterdir()} == {f"{code.name}.tar.gz", f"{code.name}.sha256"}
 

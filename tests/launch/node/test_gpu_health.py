@@ -28,8 +28,6 @@ FAKE = Path(__file__).parent / "fake_nvml"
 
 def fake_nvml() -> Any:
     spec = importlib.util.spec_from_file_location("fake_pynvml", FAKE / "pynvml.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -147,7 +145,6 @@ def test_a_node_without_a_driver_library_reports_nothing(fake_driver: Any) -> No
 def test_a_node_without_nvidia_ml_py_reports_a_note_and_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_health.importlib.util, "find_spec", lambda name: None)
     found = query_driver()
-    assert found is not None
     assert "nvidia-ml-py is not installed" in found.note
     assert list(gpu_problems(found, found.gpus, 1)) == []
 

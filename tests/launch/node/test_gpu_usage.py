@@ -167,7 +167,6 @@ def test_the_process_prints_lines_until_nobody_reads() -> None:
     words = ("--parent-pid", str(os.getpid()), "--count", "1", "--interval", "0.01")
     command = python_command("scaletrain_cli.launch.node.gpu_usage", *words)
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
-        assert process.stdout is not None
         lines = [json.loads(process.stdout.readline()) for _ in range(3)]
         process.stdout.close()
         assert process.wait() == 0

@@ -114,7 +114,6 @@ def test_a_run_is_announced_at_half_of_the_time_and_ended_after_all_of_it(make_r
     assert node.passes(3 * 60) is None
     assert node.names() == ["idle"]
     why = node.passes(9 * 60)
-    assert why is not None
     assert (why.code, why.params) == ("launch.ended-idle", {"seconds": 1200, "what": "processes"})
     assert node.names() == ["idle"], "announced once"
 
@@ -178,7 +177,6 @@ def test_a_gpu_in_use_keeps_a_debugging_session(make_run: MakeRun) -> None:
         assert node.passes(9 * 60, silent, share=0.0) is None
         node.passes(60, silent, share=0.3)
     why = node.passes(22 * 60, silent, share=0.0)
-    assert why is not None
     assert why.params["what"] == "GPUs"
 
 
@@ -292,7 +290,6 @@ def test_kubernetes_restarts_no_idle_gang_and_shows_its_end_without_its_volume(m
     params = {"attempt": 1, "exit_code": 75, "end": asked, "decision": stop.reason}
     message = termination_text(PodEnd(93, Reason("launch.attempt-ended-decided", params), 1), "n1")
     said = read_termination_message(message)
-    assert said is not None
     why = Reason("kubernetes.pod-ended", {"pod": "p", "node": "n1", "exit_code": 93, "cause": said.end.reason})
     job = Job.because("jobset/x", "ended", why, exit_code=93)
     assert run_status(made.run, job=job).state == "ended-idle"
@@ -331,7 +328,6 @@ def test_the_status_shows_the_announcement_until_the_run_works_again(make_run: M
     node = Node(make_run("cluster.idle_timeout=20m"))
     node.passes(13 * 60)
     found = idle_notice(node.made.run, time.time() + 60)
-    assert found is not None
     assert found.params["seconds"] == pytest.approx(11 * 60, abs=61)
     assert found.params["left"] == pytest.approx(9 * 60, abs=61)
     node.processes.cpu_seconds = 60.0
@@ -388,6 +384,5 @@ def test_unused_gpus_without_heartbeats_end_a_program(make_run: MakeRun, start_a
     agent = start_agent(made, found)
     assert agent.wait() == ExitCode.PREEMPTED
     why = read_stop_request(made.run, 1, "idle")
-    assert why is not None
     assert why.params["what"] == "GPUs"
     assert not list((made.run.attempt(1) / "telemetry").glob("*"))

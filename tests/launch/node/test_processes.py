@@ -64,7 +64,6 @@ def test_the_wait_for_a_signal_has_the_length_that_was_asked_for(monkeypatch: py
 def test_a_process_that_was_stopped_during_its_wait_receives_only_signals_that_were_sent() -> None:
     command = [sys.executable, "-c", LISTENER]
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         for number in range(6):
             wait_until(lambda: process_state(process.pid) == "S", "it waits for a signal")
@@ -86,7 +85,6 @@ def test_a_run_that_is_suspended_and_continued_finishes(make_run: MakeRun, forke
     wait_until(lambda: read_node_records(made.run, 1)[0].ranks, "the agent has recorded its ranks")
     (node,) = read_node_records(made.run, 1)
     supervisor = read_supervisor(made.run)
-    assert supervisor is not None
     everybody = [supervisor.process.pid, node.agent.pid, *(rank.pid for rank in node.ranks)]
     for signum in (signal.SIGSTOP, signal.SIGCONT):
         for pid in everybody:
@@ -102,7 +100,6 @@ def test_the_process_that_diagnoses_is_not_waited_for_as_one_that_a_program_left
     command = "sleep 60 & echo $!; wait"  # as a command that sends a notification
     with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
         try:
-            assert child.stdout is not None
             below = int(child.stdout.readline())
             assert {child.pid, below} <= set(descendants())
             assert {child.pid, below}.isdisjoint(descendants({child.pid}))

@@ -105,7 +105,6 @@ def test_a_process_is_identified_by_pid_and_start_time() -> None:
     assert me.is_alive()
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
         identity = identify(child.pid)
-        assert identity is not None
         assert identity.is_alive()
         assert child.pid in descendants()
         assert send_signal(identity, signal.SIGKILL)

@@ -46,7 +46,6 @@ def test_annotations_are_added_and_a_missing_object_is_ignored(cluster: Cluster)
     cluster.apply(config_map())
     cluster.annotate(CONFIG_MAP, "ml", "c", {"a": "1"})
     found = cluster.get(CONFIG_MAP, "ml", "c")
-    assert found is not None
     assert found["metadata"]["annotations"] == {"a": "1"}
     cluster.annotate(CONFIG_MAP, "ml", "none", {"a": "1"})
 

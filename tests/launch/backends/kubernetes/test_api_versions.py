@@ -67,7 +67,6 @@ def test_kueue_is_read_in_the_version_that_is_served(cluster: Cluster, api: Fake
     old = "cohort" if version == "v1beta1" else "cohortName"
     api.put("clusterqueues", {"metadata": {"name": "c"}, "spec": {old: "all"}}, KUEUE, "")
     found = cluster.get(CLUSTER_QUEUE, "", "c")
-    assert found is not None
     assert found["spec"] == {"cohortName": "all"}
     assert cluster.find(LOCAL_QUEUE, "ml") == []
     assert asked_for_groups(api) == [f"GET /apis/{KUEUE}"], "asked once for all kinds of the group"
@@ -79,7 +78,6 @@ def test_a_kind_that_the_first_served_version_lacks_is_found_in_the_next(cluster
     serve_only(api, KUEUE, {"v1beta1": ("clusterqueues",), "v1alpha1": ("cohorts",)})
     api.put("cohorts", {"metadata": {"name": "all"}, "spec": {"parent": "root"}}, KUEUE, "")
     found = cluster.get(COHORT, "", "all")
-    assert found is not None
     assert found["spec"] == {"parentName": "root"}
 
 
@@ -103,7 +101,6 @@ def test_a_version_that_is_not_known_is_refused_with_those_that_are(cluster: Clu
     assert refused.value.reason.code == "kubernetes.served-in-other-versions"
     assert (refused.value.reason.params["served"], refused.value.reason.params["known"]) == (["v1"], ["v1alpha2"])
     missing = cluster.missing(JOB_SET)
-    assert missing is not None
     assert missing.reason == refused.value.reason
 
 

@@ -47,7 +47,6 @@ def test_large_code_without_a_store_is_refused_with_the_key_of_the_store(large: 
     made = large(*OPTIONS)
     with pytest.raises(ScaletrainError) as refused:
         manifest(made.record, documents_for(made.run, made.record))
-    assert refused.value.reason is not None
     assert refused.value.reason.code == "kubernetes.code-too-large"
     assert "cluster.kubernetes.code_store" in " ".join(refused.value.reason.remedies)
 

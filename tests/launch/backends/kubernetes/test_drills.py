@@ -62,8 +62,8 @@ DRILLS = {
             jobset(**HELD, restarts=1),
             (),
             "queued",
-            "preempted by Kueue (Preempted to accommodate a workload due to prioritization); waits in queue q: insufficient "
-            "unused quota for nvidia.com/gpu in flavor h100",
+            "preempted by Kueue (Preempted to accommodate a workload due to prioritization); waits in queue q: "
+            "insufficient unused quota for nvidia.com/gpu in flavor h100",
             {"queued": workload(*PREEMPTED, WAITS)},
         ),
         Step(jobset(queue="q", restarts=1), (GATED,), "queued", "is held by a scheduling gate"),

@@ -49,7 +49,6 @@ def test_evicted_pods_exit_with_75_and_the_next_gang_continues(make_run: MakeRun
     gang.signal(signal.SIGTERM)
     assert gang.wait() == [75, 75]
     decision = gang.attempts[0].decision
-    assert decision is not None
     assert (decision.requeue, decision.exit_code) == (True, 75)
     assert decision.reason.code == "launch.restart-unlimited"
     assert decision.why == "preempted: restart 1 (restarts.preemption)"
@@ -95,7 +94,6 @@ def test_no_attempt_follows_in_a_pod_that_was_asked_to_leave(make_run: MakeRun, 
     os.kill(node.ranks[0].pid, signal.SIGKILL)
     assert 0 not in gang.wait()
     (attempt,) = gang.attempts
-    assert attempt.decision is not None
     assert (attempt.decision.requeue, attempt.decision.in_place) == (True, False)
 
 

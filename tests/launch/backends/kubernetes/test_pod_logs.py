@@ -44,7 +44,6 @@ def printed(api: FakeApi, one: dict[str, Any], *lines: str, second: int = 0) -> 
 
 def bring(made: MadeRun) -> None:
     logs = KubernetesBackend().logs(made.run, made.record)
-    assert logs is not None
     logs.fetch()
 
 
@@ -111,7 +110,6 @@ def test_following_includes_later_pods(made: MadeRun, api: FakeApi, name: str, m
     api.living.add(first["metadata"]["name"])
     printed(api, first, OWN, "rank 0: one")
     logs = KubernetesBackend().logs(made.run, made.record)
-    assert logs is not None
     with logs.following():
         wait_until(lambda: _text(made, 1, 0).endswith("one\n"), "what was there")
         printed(api, first, "rank 0: two")
@@ -120,7 +118,6 @@ def test_following_includes_later_pods(made: MadeRun, api: FakeApi, name: str, m
         printed(api, second, attempt_start_line(2, shared=False), "rank 0: three")
         wait_until(lambda: _text(made, 2, 0).endswith("three\n"), "what a later gang prints")
         other = KubernetesBackend().logs(made.run, made.record)
-        assert other is not None
         other.fetch()  # does nothing while another command follows
     assert _text(made, 1, 0) == "one\ntwo\n"
 
@@ -133,7 +130,6 @@ def _text(made: MadeRun, attempt: int, rank: int) -> str:
 def test_attempt_lines_are_parsed_as_pods_write_them() -> None:
     assert read_pod_line(SHARED) == {"scaletrain": "attempt-start", "attempt": 1, "shared": True}
     end = read_pod_line(attempt_end_line(3, 75, requeue=True, reason=recorded("preempted")))
-    assert end is not None
     assert (end["attempt"], end["exit_code"], end["requeue"], end["text"]) == (3, 75, True, "preempted")
     assert rank_of("rank 12: rank 3: x") == (12, "rank 3: x")
     assert rank_of("no rank") == (None, "no rank")

@@ -276,7 +276,6 @@ def test_a_pod_prepares_the_data_and_says_why_it_cannot(tmp_path: Path) -> None:
     (dataset,) = (tmp_path / "runs" / "datasets").glob("*/dataset.json")
     tokens = json.loads(dataset.read_text())["train_tokens"]
     counted = preparation_end(output)
-    assert counted is not None
     assert counted["sizes"]["source"][0] == (tokens - 1) // 8
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n{"text": 1}\n')
     code, output = run_pod(tmp_path, tmp_path / "text.jsonl", Forked)

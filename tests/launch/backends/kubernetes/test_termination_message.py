@@ -34,7 +34,6 @@ MOST_BYTES = 4096
 
 def test_a_message_is_read_as_it_was_written() -> None:
     found = read_termination_message(termination_text(CRASH, "gpu-3"))
-    assert found is not None
     assert (found.end, found.code, found.node) == (CRASH, FULL.code, "gpu-3")
 
 
@@ -43,14 +42,12 @@ def test_a_long_reason_fits_into_4096_bytes_with_its_code(said: str) -> None:
     text = termination_text(PodEnd(1, Reason("kubernetes.volume-full", {"said": said}), step=7), "gpu-3")
     assert len(text.encode()) <= MOST_BYTES
     found = read_termination_message(text)
-    assert found is not None
     assert (found.code, found.end.exit_code, found.end.step) == ("kubernetes.volume-full", 1, 7)
 
 
 def test_a_reason_that_fits_without_its_text_keeps_its_parameters() -> None:
     long = Reason("kubernetes.volume-full", {"said": "x" * 3000})
     found = read_termination_message(termination_text(PodEnd(1, long), "gpu-3"))
-    assert found is not None
     assert found.end.reason == long
 
 
@@ -181,7 +178,6 @@ def test_status_names_the_cause_and_the_step_without_the_volume(made: MadeRun, a
     assert (seen.state, seen.step, seen.job.exit_code) == ("failed", 120, 93)
     assert f"pod {failed}-node-0-0-abcde on gpu-0 ended with exit code 93 at step 120: {FULL}" in seen.why
     assert seen.why.startswith("failed: FailJobSetFailurePolicyAction; ")
-    assert seen.job.reason is not None
     assert seen.job.reason.code == "kubernetes.pod-ended-at"
     assert seen.job.reason.params["cause"] == FULL
 

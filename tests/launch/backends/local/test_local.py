@@ -72,7 +72,6 @@ def agent_pid(made: MadeRun, attempt: int) -> int:
 
 def supervisor_pid(made: MadeRun) -> int:
     supervisor = read_supervisor(made.run)
-    assert supervisor is not None
     return supervisor.process.pid
 
 
@@ -203,7 +202,6 @@ def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_continu
     assert (left.state, exit_code_of(made.run, left)) == ("preempted", 75)
     report = resume(made.run, scheduler=LOCAL).report
     assert "without reporting an exit status: the ranks stopped, and the latest checkpoint" in str(report.why_ended)
-    assert report.checkpoint is not None
     wait_for_end(made)
     assert [attempt.reason for attempt in attempts(made)] == ["preempted", "done"]
     assert attempts(made)[1].checkpoint_at_start == report.checkpoint.step

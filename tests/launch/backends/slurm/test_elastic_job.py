@@ -109,7 +109,6 @@ def test_an_attempt_takes_the_plan_of_the_nodes_that_the_job_got(
     record, attempt = read_record(made.run), read_attempt(made.run, 2)
     assert (record.revision, record.spec.cluster.nodes, record.plan.layout.world_size) == (1, 2, 2)
     assert record.plan.layout.global_batch_size == made.record.plan.layout.global_batch_size == 4
-    assert attempt is not None
     assert (attempt.nodes, attempt.revision) == (("n7", "n8"), 1)
     (event,) = made.events("resized")
     assert (event["before"], event["nodes"], event["revision"]) == (4, 2, 1)
@@ -127,8 +126,6 @@ def test_a_killed_attempt_is_judged_by_its_own_number_of_nodes(made: MadeRun, mo
     begin(made, monkeypatch, "n[1-2]")
     begin(made, monkeypatch, "n[1-2]")
     first, second = (read_attempt(made.run, number) for number in (1, 2))
-    assert first is not None
-    assert second is not None
     assert "n4" in first.message
     assert "n4" not in second.message
 
@@ -246,7 +243,6 @@ def test_ranks_stop_for_idle_nodes_after_a_checkpoint(watch: GrowthWatch, monkey
     watch.until_requested()
     assert watch.run.save_file.exists(), "a checkpoint was requested, not waited for"
     why = read_stop_request(watch.run, 1, "growth")
-    assert why is not None
     assert (why.code, why.params["nodes"], why.params["before"]) == ("launch.asked-to-grow", 4, 2)
     programs = [call.split()[0] for call in slurm.calls]
     assert programs == [*("sinfo", "squeue", "sbatch") * 2, "scancel"], "checked again after the checkpoint"
@@ -278,7 +274,6 @@ def test_a_run_grows_onto_nodes_of_its_own_job_that_have_returned(
     monkeypatch.setattr(growth, "call_slurm", Slurm({}))  # no other nodes are looked for
     monkeypatch.setattr(growth, "usable_held_nodes", lambda *of_the_job: ("n1", "n2", "n3", "n4"))
     found = watch._candidate()
-    assert found is not None
     assert found.nodes == 4
 
 

@@ -43,7 +43,6 @@ def test_an_attempt_begins_with_its_number_address_and_port(made: MadeRun, capfd
     assert (number, address) == ("1", "localhost")
     assert 1024 < int(port) < 32768
     attempt = read_attempt(made.run, 1)
-    assert attempt is not None
     assert (attempt.scheduler, attempt.job_id, attempt.nodes) == ("slurm", "42", ())
 
 
@@ -106,8 +105,6 @@ def test_a_requeue_that_slurm_refuses_ends_the_run(made: MadeRun, capfd: pytest.
     assert capfd.readouterr().out.endswith("requeue\n")
     assert say(made, "not-requeued", "--attempt=1") == 1
     attempt = read_attempt(made.run, 1)
-    assert attempt is not None
-    assert attempt.decision is not None
     assert not attempt.decision.requeue
     assert "Slurm did not requeue" in made.events("stopped")[-1]["why"]
     assert "`scaletrain resume`" in made.events("stopped")[-1]["why"]

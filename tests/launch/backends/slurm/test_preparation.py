@@ -93,7 +93,6 @@ def run_job(slurm: Path, script: str, monkeypatch: pytest.MonkeyPatch, fails: bo
 
 def test_every_job_gets_the_secrets_and_the_last_one_removes_them(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queued = queue_preparation(make_spec("cluster.scheduler=slurm", "secret_env=[STORE_KEY, NOT_SET]"), workers=2)
-    assert queued is not None
     secrets = queued[1] / "secrets.json"
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
     for name in ("tasks.sh", "tasks.sh.environment", "end.sh", "end.sh.environment"):
@@ -113,7 +112,6 @@ def test_jobs_that_are_refused_or_fail_leave_no_secrets(slurm: Path, monkeypatch
         queue_preparation(spec, workers=2)
     (slurm / "refuses").unlink()
     queued = queue_preparation(spec, workers=2)
-    assert queued is not None
     assert [*queued[1].parent.glob(".prepare-*/secrets.json")] == [queued[1] / "secrets.json"]
     run_job(slurm, "end.sh", monkeypatch, fails=True)
     assert not (queued[1] / "secrets.json").exists()

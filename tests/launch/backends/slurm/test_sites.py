@@ -45,13 +45,10 @@ def test_each_cluster_of_an_example_renders_a_job_of_a_recipe(site: Path, monkey
         missing = [line for line in LINES[name] if line not in script]
         assert not missing, f"{name}: {missing} not in\n{script[:1500]}"
     default = choose_cluster(None)
-    assert default is not None
     assert default.name == site.stem
 
 
 def test_the_cloud_example_is_submitted_through_its_head_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALETRAIN_CLUSTERS", str(SITES[0]))
     cluster = choose_cluster("cloud")
-    assert cluster is not None
-    assert cluster.login_node is not None
     assert cluster.login_node.runs == "/fsx/CHANGE-ME/runs"
