@@ -85,10 +85,6 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(each)
 
 
-def test_every_command_takes_json() -> None:
-    assert {words for words, command in ALL.items() if not any("--json" in p.opts for p in command.params)} == set()
-
-
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
 def test_without_runs_every_command_prints_the_json_envelope(words: tuple[str, ...]) -> None:
     data = checked(scaletrain(*command_line(words), "--json"))

@@ -76,13 +76,6 @@ def test_devices_are_mapped_to_gpuhunt_names(monkeypatch: pytest.MonkeyPatch, gp
     assert asked[0]["gpu_name"] == name
 
 
-def test_without_gpuhunt_the_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gpuhunt", None)
-    with pytest.raises(UsageError, match="no live prices") as caught:
-        with_live_prices(spec_of())
-    assert "'.[prices]'" in str(caught.value)
-
-
 def test_without_a_network_the_error_suggests_to_check_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def query(**_: Any) -> list[Any]:
         raise Failure("Failed to load catalogs of all providers")

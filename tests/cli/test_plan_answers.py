@@ -136,13 +136,6 @@ def test_an_unwritable_plot_file_is_reported_before_planning(tmp_path: Path, mon
     assert "a.svg: cannot be written: Permission denied." in ended.err
 
 
-def test_without_matplotlib_the_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    ended = scaletrain("plan", SMALL, "--plot", "a.svg")
-    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
-    assert "'.[plot]'" in ended.err
-
-
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
 @pytest.mark.parametrize("kind", ["svg", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("png", "html"))])
 def test_a_figure_is_complete_and_reproducible(kind: str, tmp_path: Path) -> None:

@@ -49,14 +49,6 @@ def test_a_dry_run_prints_the_rendered_job_and_creates_nothing(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hunter2")
-    for scheduler in ("local", "slurm"):
-        options = ["--set", f"cluster.scheduler={scheduler}", "--set", "secret_env=[HF_TOKEN]"]
-        ended = scaletrain("submit", SMALL, "--dry-run", *options, code=0)
-        assert "hunter2" not in ended.out + ended.err
-
-
 @FORKED
 def test_a_run_is_submitted_followed_and_finished() -> None:
     submitted = submit("submit", "r1", *PRICE, steps=3)
@@ -257,27 +249,6 @@ def test_a_resume_that_would_be_rejected_changes_nothing(crashed: RunDir, monkey
     assert {path: path.stat().st_mtime_ns for path in crashed.path.rglob("*")} == before
 
 
-@FORKED
-def test_a_sweep_is_shown_and_canceled_as_a_whole() -> None:
-    sweep = ("--sweep", "training.seed=1,2,3", "--yes")
-    submitted = submit("submit", "s", *sweep, stay={"1:*": 1})
-    assert submitted.out.split() == ["s-seed-1", "s-seed-2", "s-seed-3"], submitted.err
-    jobs = "Jobs 3 runs, 1 at a time, 1 node with 2 CPU processes each on this machine"
-    assert jobs in rows_of(submitted)
-    wait_for_step("s-seed-1", 1)
-    reported = scaletrain("status", "s", "--json").data
-    assert (reported["sweep"], reported["points"], reported["states"]) == ("s", 3, {"queued": 2, "running": 1})
-    assert scaletrain("status", "s").out.startswith("s  3 runs: 2 queued, 1 running\n")
-    assert scaletrain("status", "s", "--wait", "0.1s").code == 124
-    cancelled = scaletrain("cancel", "s", "--yes")
-    assert (cancelled.code, cancelled.out) == (0, ""), cancelled.err
-    assert "cancelled 3 runs of the sweep s" in cancelled.err
-    waited = scaletrain("status", "s", "--wait", "1h", "--json")
-    assert (waited.code, waited.data["states"]) == (ExitCode.PREEMPTED, {"cancelled": 3})
-    again = scaletrain("cancel", "s", "--yes")
-    assert (again.code, "(3 cancelled). Nothing was done." in again.err) == (0, True)
-
-
 def test_train_ends_with_the_exit_code_of_a_run_that_finishes() -> None:
     trained = submit("train", steps=3)
     assert (trained.code, trained.out) == (0, "r1\n"), trained.err
@@ -288,19 +259,6 @@ def test_train_ends_with_the_exit_code_of_a_run_that_crashes(trained_until_a_cra
     assert trained_until_a_crash[0].code == ExitCode.CRASHED
 
 
-def test_one_damaged_run_does_not_hide_the_others(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", "runs")
-    shutil.copytree(finished / "r1", Path("runs") / "r1")
-    damaged = runs_root() / "r0"
-    damaged.mkdir()
-    (damaged / "run.json").write_text("{")
-    rows = {row.split()[0]: row.split()[1] for row in scaletrain("list").out.splitlines()[1:]}
-    assert rows == {"r0": "damaged", "r1": "finished"}
-    listed = {row["run_id"]: row for row in scaletrain("list", "--json").data["runs"]}
-    assert "is damaged" in listed["r0"]["error"]["message"]
-    assert scaletrain("status", "r0").code == ExitCode.USAGE
-
-
 def test_without_runs_list_succeeds_and_status_is_an_error() -> None:
     listed = scaletrain("list")
     assert (listed.code, listed.out) == (0, "")
@@ -309,27 +267,9 @@ def test_without_runs_list_succeeds_and_status_is_an_error() -> None:
     assert "no runs under" in scaletrain("status").err
 
 
-def test_an_impossible_runs_root_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", "/dev/null/runs")
-    for ended in (submit(), submit("train")):
-        assert ended.code in (ExitCode.CRASHED, ExitCode.USAGE)
-        assert "error: " in ended.err
-        assert "/dev/null/runs" in ended.err
-    for verb in ("list", "status", "doctor"):
-        ended = scaletrain(verb)
-        assert ended.code in (0, 1, 2)
-        assert "/dev/null/runs" in ended.out + ended.err
-
-
 @pytest.mark.parametrize("time", ["soon", "-3", "1:2"])
 def test_an_invalid_wait_time_is_rejected(time: str) -> None:
     submit("submit", "r1", "--dry-run")
     (runs_root() / "r1").mkdir(parents=True)
     (runs_root() / "r1" / "run.json").write_text("{}")
     assert f"--wait {time}: must be a duration" in scaletrain("status", "r1", f"--wait={time}").err
-
-
-def test_a_kubernetes_run_is_rejected_with_every_missing_setting() -> None:
-    ended = scaletrain("submit", SMALL, "--set", "cluster.scheduler=kubernetes", code=ExitCode.USAGE)
-    assert "cluster.kubernetes.image: is missing" in ended.err
-    assert "cluster.kubernetes.runs.claim: is missing" in ended.err

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.job import Job
-from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.launch.view import read_view
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.goodput import Goodput
@@ -47,30 +46,9 @@ def test_goodput_text_lists_the_other_activities_largest_first() -> None:
 
 
 def test_a_run_that_waits_again_shows_how_it_ended_and_why_its_job_waits(capsys: pytest.CaptureFixture[str]) -> None:
-    status = RunStatus(
-        run_id="r",
-        name="r",
-        state="queued",
-        scheduler="slurm",
-        job_id="7",
-        attempt=1,
-        step=5,
-        total_steps=10,
-        loss=None,
-        validation_loss=None,
-        tokens_per_second=None,
-        last_checkpoint_step=5,
-        steps_lost_total=0,
-        restarts=0,
-        nodes=("gpu01",),  # of the attempt that ended
-        agent_pids=(),
-        run_dir="/runs/r",
-        reason=recorded("attempt 1 ended: preempted"),
-        job=Job("7", "queued", "Priority"),
-        measured=None,
-        goodput=None,
-    )
     view = read_view(RunDir(prepare("failed", "r")))
+    ended, job = recorded("attempt 1 ended: preempted"), Job("7", "queued", "Priority")
+    status = replace(view.status, state="queued", scheduler="slurm", job_id="7", reason=ended, job=job)
     show_status(replace(view, status=status, attempts=()))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "why attempt 1 ended: preempted" in lines

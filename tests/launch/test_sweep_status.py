@@ -81,6 +81,7 @@ def test_a_run_that_cannot_be_canceled_stops_no_other_and_sets_the_exit_code(run
     queue.refused = ()
     again = scaletrain("cancel", "s", "--yes", code=ExitCode.DONE)
     assert "cancelled 1 run of the sweep s; 3 had already ended" in again.err
+    assert "(4 cancelled). Nothing was done." in scaletrain("cancel", "s", "--yes", code=ExitCode.DONE).err
 
 
 def test_a_damaged_run_hides_no_other_run(runs: list[MadeRun], queue: Queue) -> None:
@@ -102,6 +103,13 @@ def test_the_exit_code_of_a_sweep_is_that_of_its_first_unfinished_run(runs: list
     assert exit_code_of_all(members) == ExitCode.DO_NOT_REQUEUE
     assert exit_code_of_all(members[:2]) == 0
     assert scaletrain("status", "s", "--wait", "1s").code == ExitCode.DO_NOT_REQUEUE
+
+
+def test_a_wait_for_a_sweep_ends_after_its_time_or_when_all_runs_are_cancelled(runs: list[MadeRun]) -> None:
+    assert scaletrain("status", "s", "--wait", "0.1s").code == 124
+    scaletrain("cancel", "s", "--yes", code=ExitCode.DONE)
+    waited = scaletrain("status", "s", "--wait", "1h", "--json")
+    assert (waited.code, waited.data["states"]) == (ExitCode.CRASHED, {"cancelled": 4})
 
 
 def test_a_run_that_has_ended_is_not_queried_again(runs: list[MadeRun], queue: Queue) -> None:

@@ -32,7 +32,7 @@ from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec
 from tests.cli.command_line import scaletrain
 from tests.data.remote.faults import FaultyProxy
-from tests.launch.conftest import make_plan, make_spec
+from tests.launch.conftest import make_spec
 from tests.mirror.conftest import MakeMirrored, MirroredRun, at_both_places, claimed, newest_valid, owned
 
 
@@ -156,55 +156,53 @@ def test_a_damaged_file_in_the_mirror_is_passed_over(mirrored: MirroredRun, tmp_
     assert owned(restored.run)[1] == 10
 
 
-def test_a_checkpoint_that_a_live_owner_deletes_meanwhile_gives_way_to_its_newer_one(tmp_path: Path) -> None:
-    made = make_live(tmp_path)
-    mirror = made.mirror_of(10, 15)
-    found = find_to_move(made.to, "moving", take_over=True, root=tmp_path / "second")
+@pytest.fixture
+def live(make_mirrored: MakeMirrored, tmp_path: Path) -> MirroredRun:
+    """A run whose mirror keeps one recent checkpoint and multiples of 10."""
+    return make_mirrored(str(tmp_path / "other-disk"), "checkpoint.mirror.keep=1", "checkpoint.mirror.keep_every=10")
+
+
+def test_a_checkpoint_that_a_live_owner_deletes_meanwhile_gives_way_to_its_newer_one(
+    live: MirroredRun, tmp_path: Path
+) -> None:
+    mirror = live.mirror_of(10, 15)
+    found = find_to_move(live.to, "moving", take_over=True, root=tmp_path / "second")
     assert found.folders[0].step == 15
-    made.commit(16)
+    live.commit(16)
     mirror.look()
-    assert made.steps() == [10, 16]
+    assert live.steps() == [10, 16]
     restored = move_here(found, root=tmp_path / "second")
     assert (restored.checkpoint.step, restored.passed_over) == (16, [])
-    assert claimed(made.store).from_step == 16
+    assert claimed(live.store).from_step == 16
     assert [event["step"] for event in read_events(restored.run) if event["event"] == "checkpoint"] == [10, 15, 16]
 
 
-def test_a_checkpoint_that_is_committed_before_the_claim_is_not_lost(tmp_path: Path) -> None:
-    made = make_live(tmp_path)
-    mirror = made.mirror_of(15)
+def test_a_checkpoint_that_is_committed_before_the_claim_is_not_lost(live: MirroredRun, tmp_path: Path) -> None:
+    mirror = live.mirror_of(15)
     checks: list[int] = []
 
     def check(draft: RunDir) -> None:
         checks.append(len(checks))
         if len(checks) == 1:
-            made.commit(16)
+            live.commit(16)
             mirror.look()
 
-    found = find_to_move(made.to, "moving", take_over=True, root=tmp_path / "second")
+    found = find_to_move(live.to, "moving", take_over=True, root=tmp_path / "second")
     assert move_here(found, root=tmp_path / "second", check=check).checkpoint.step == 16
     assert len(checks) == 2
 
 
-def test_a_mirror_that_always_changes_is_not_taken_over(tmp_path: Path) -> None:
-    made = make_live(tmp_path)
-    mirror = made.mirror_of(11)
+def test_a_mirror_that_always_changes_is_not_taken_over(live: MirroredRun, tmp_path: Path) -> None:
+    mirror = live.mirror_of(11)
 
     def check(draft: RunDir) -> None:
-        made.commit(made.here()[-1] + 1)
+        live.commit(live.here()[-1] + 1)
         mirror.look()
 
-    found = find_to_move(made.to, "moving", take_over=True, root=tmp_path / "second")
+    found = find_to_move(live.to, "moving", take_over=True, root=tmp_path / "second")
     with pytest.raises(MirrorError, match="faster than they are received"):
         move_here(found, root=tmp_path / "second", check=check)
-    assert claimed(made.store).generation == 1
-
-
-def make_live(tmp_path: Path) -> MirroredRun:
-    """Return a run whose mirror keeps one recent checkpoint and multiples of 10."""
-    spec = make_spec(f"checkpoint.mirror={{to: {tmp_path}/other-disk, keep: 1, keep_every: 10}}")
-    made = create_run(spec, make_plan(spec), "moving", root=tmp_path / "first")
-    return MirroredRun(made.run, made.record)
+    assert claimed(live.store).generation == 1
 
 
 def test_the_command_shows_the_step_that_was_restored_and_what_was_passed_over(

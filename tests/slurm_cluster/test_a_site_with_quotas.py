@@ -101,26 +101,6 @@ def test_the_confirmation_shows_slurms_estimate_of_the_start(cluster: DevCluster
 
 
 @pytest.mark.long
-def test_a_resume_beyond_a_shrunk_quota_is_refused_and_changes_nothing(cluster: DevCluster, runs: Path) -> None:
-    held = (*ON_GPUS, "cluster.nodes=2", "cluster.slurm.extra={hold: true}")
-    done = scaletrain(cluster, "submit", SMALL, "--yes", "--run-id", "r", sets=held)
-    assert done.returncode == 0, done.stderr
-    assert scaletrain(cluster, "cancel", "r", "--yes").returncode == 0
-    before = {path: path.read_bytes() for path in (runs / "r").rglob("*") if path.is_file()}
-    cluster.run("sacctmgr", "-i", "modify", "account", "lab", "set", "GrpTRES=gres/gpu=8")
-    refused = scaletrain(cluster, "resume", "r", "--yes")
-    left = {path: path.read_bytes() for path in (runs / "r").rglob("*") if path.is_file()}
-    fewer = scaletrain(cluster, "resume", "r", "--yes", "--nodes", "1")
-    cluster.run("sacctmgr", "-i", "modify", "account", "lab", "set", "GrpTRES=gres/gpu=16")
-    cluster.run("scancel", "-u", "root")
-    assert refused.returncode == 4
-    assert "16 GPUs over all nodes: account lab may use 8 GPUs at the same time" in refused.stderr
-    assert left == before
-    assert (fewer.returncode, fewer.stdout) == (0, "r\n"), fewer.stderr
-    assert "+#SBATCH --nodes=1" in fewer.stderr
-
-
-@pytest.mark.long
 def test_flags_of_a_qos_have_the_same_effect_as_in_slurm(cluster: DevCluster) -> None:
     """A job that Slurm would never start is refused; one that a flag permits is accepted, and Slurm runs it."""
     for words in (

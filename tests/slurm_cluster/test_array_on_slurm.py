@@ -82,11 +82,7 @@ def test_a_rank_that_dies_restarts_or_requeues_only_its_own_task(site: Site) -> 
         assert log.is_file()
 
 
-def test_an_array_of_different_jobs_or_a_wrong_partition_leaves_nothing(site: Site) -> None:
-    words = ("--sweep", "cluster.slurm.time=30m,60m", "--array")
-    refused = site.try_to_submit(FOREVER, run_id="other", options=words)
-    assert refused.returncode == 2
-    assert "do not request the same from Slurm: time=30:00, time=60:00" in refused.stderr
+def test_an_array_with_a_wrong_request_leaves_nothing(site: Site) -> None:
     words = ("--sweep", "training.seed=1,2", "--array")
     refused = site.try_to_submit(FOREVER, "cluster.slurm.licenses=nothing:1", run_id="other", options=words)
     assert refused.returncode == 4, refused.stderr

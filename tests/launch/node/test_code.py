@@ -18,7 +18,7 @@ from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord, code_file, place_documents, read_record
+from scaletrain_cli.rundir.record import RunRecord, code_file, read_record
 from scaletrain_cli.telemetry.run import read_telemetry
 from scaletrain_cli.worker.failures import read_failures
 from tests.launch.conftest import MadeRun, MakeRun, StartAgent, make_plan, make_spec
@@ -77,7 +77,6 @@ def test_run_json_identifies_the_code(program: WorkingTree) -> None:
 def test_the_patch_of_uncommitted_changes_is_kept(program: WorkingTree) -> None:
     program.write("src/my_model/__init__.py", "VERSION = 'in the works'\n")
     made = submit(program)
-    assert made.record.code is not None
     assert b"+VERSION = 'in the works'" in code_file(made.run, made.record.code, "patch").read_bytes()
 
 
@@ -98,7 +97,6 @@ def test_the_folder_of_a_killed_agent_is_removed_by_the_next(program: WorkingTre
 @pytest.mark.parametrize("damage", ["missing", "cut", "another tree's"])
 def test_no_rank_starts_other_code(program: WorkingTree, start_agent: StartAgent, suffix: str, damage: str) -> None:
     made = submit(program)
-    assert made.record.code is not None
     path = code_file(made.run, made.record.code, suffix)
     if damage == "missing":
         path.unlink()
@@ -107,7 +105,6 @@ def test_no_rank_starts_other_code(program: WorkingTree, start_agent: StartAgent
     else:
         program.write("src/my_model/__init__.py", "VERSION = 'another'\n")
         other = submit(program)
-        assert other.record.code is not None
         shutil.copy(code_file(other.run, other.record.code, suffix), path)
     agent = start_agent(made)
     assert agent.wait() == (5 if damage == "missing" else 2), agent.errors
@@ -150,20 +147,6 @@ def test_the_engine_imports_nothing_from_a_recorded_tree(program: WorkingTree, s
     agent = start_agent(MadeRun(made.run, made.record), real=True)
     assert agent.wait() == 0, agent.errors
     assert made.record.code is not None
-
-
-def test_pods_put_the_code_of_their_config_map_into_the_run_directory(program: WorkingTree, tmp_path: Path) -> None:
-    made = submit(program)
-    documents = documents_for(made.run, made.record)
-    mounted = tmp_path / "mounted"
-    mounted.mkdir()
-    for name, content in documents.items():
-        (mounted / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    run, record = place_documents(mounted, tmp_path / "volume")
-    assert record.code is not None
-    for suffix in ("tar.gz", "sha256"):
-        assert code_file(run, record.code, suffix).read_bytes() == documents[f"{record.code.name}.{suffix}"]
-    assert place_documents(mounted, tmp_path / "volume") == (run, record)
 
 
 def test_a_dry_run_renders_the_same_code_as_the_submission_that_follows(program: WorkingTree) -> None:
@@ -211,12 +194,20 @@ def test_code_that_has_not_changed_makes_no_revision(program: WorkingTree) -> No
     assert read_record(made.run).revision == 0
 
 
-def test_a_rejected_job_leaves_no_new_code(program: WorkingTree) -> None:
+class Confused(Cluster):
+    def render(self, run: RunDir, record: RunRecord) -> str:
+        raise UsageError("a ConfigMap has no room for it")
+
+
+@pytest.mark.parametrize(("scheduler", "error"), [(Refusing, SchedulerError), (Confused, UsageError)])
+def test_a_rejected_job_leaves_no_new_code(
+    program: WorkingTree, scheduler: type[Cluster], error: type[Exception]
+) -> None:
     made = submit(program)
     before = {path.name for path in (made.run.path / "code").iterdir()}
     program.write("src/my_model/__init__.py", "VERSION = 'fixed'\n")
-    with pytest.raises(SchedulerError):
-        resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Refusing())
+    with pytest.raises(error):
+        resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=scheduler())
     assert {path.name for path in (made.run.path / "code").iterdir()} == before
     assert read_record(made.run) == made.record
 
@@ -264,19 +255,6 @@ def test_code_that_is_missing_in_the_run_is_not_replaced_by_the_present_tree(pro
     program.write("src/my_model/__init__.py", "VERSION = 'newer'\n")
     with pytest.raises(UsageError, match=r"does not hold the code.*--new-code"):
         documents_for(made.run, made.record)
-
-
-def test_an_unexpected_error_during_submission_leaves_no_new_code(program: WorkingTree) -> None:
-    class Confused(Cluster):
-        def render(self, run: RunDir, record: RunRecord) -> str:
-            raise UsageError("a ConfigMap has no room for it")
-
-    made = submit(program)
-    program.write("src/my_model/__init__.py", "VERSION = 'fixed'\n")
-    with pytest.raises(UsageError, match="no room"):
-        resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Confused())
-    assert read_record(made.run) == made.record
-    assert len(list((made.run.path / "code").iterdir())) == 2
 
 
 def test_runs_of_one_name_under_two_roots_share_no_folder_on_a_node(tmp_path: Path) -> None:

@@ -106,19 +106,24 @@ def test_memory_is_that_of_the_lowest_group_with_a_limit(tmp_path: Path) -> None
     statistics = "active_file 100000\ninactive_file 20000\nslab_reclaimable 3000\nanon 5"
     write(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/job/step"})
     assert used_bytes(tmp_path) == 600 * 1024
+    assert available_bytes(tmp_path) == 400 * 1024
     write(tmp_path, {"sys/fs/cgroup/job/step/memory.max": "max", "sys/fs/cgroup/job/step/memory.current": 7})
     assert used_bytes(tmp_path) == 600 * 1024
     group = {"memory.max": 500_000, "memory.current": 300_000, "memory.stat": statistics}
     write(tmp_path, {f"sys/fs/cgroup/job/{name}": value for name, value in group.items()})
     assert used_bytes(tmp_path) == 177_000
     assert available_bytes(tmp_path) == 323_000
-    assert used_bytes(tmp_path / "nothing") is None
+    assert used_bytes(tmp_path / "nothing") is available_bytes(tmp_path / "nothing") is None
     write(tmp_path, {"proc/self/cgroup": "3:memory:/job"})
     write(
         tmp_path / "sys/fs/cgroup/memory/job",
         {"memory.limit_in_bytes": 9223372036854771712, "memory.usage_in_bytes": 5},
     )
     assert used_bytes(tmp_path) == 600 * 1024  # the largest number stands for no limit
+    group = {"memory.limit_in_bytes": 200_000, "memory.usage_in_bytes": 50_000}
+    group["memory.stat"] = "inactive_file 1\ntotal_inactive_file 10000"
+    write(tmp_path, {f"sys/fs/cgroup/memory/job/{name}": value for name, value in group.items()})
+    assert available_bytes(tmp_path) == 160_000
 
 
 def test_a_bridge_and_a_bond_do_not_count_bytes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

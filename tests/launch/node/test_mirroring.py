@@ -54,7 +54,6 @@ def test_the_process_copies_each_checkpoint_and_the_last(make_mirrored: MakeMirr
     process = MirrorProcess(made.run, made.record)
     process.start_if_due()
     pid = process.pid
-    assert pid is not None
     wait_until(lambda: made.steps() == [10], "the first checkpoint is copied while the run trains")
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     process.start_if_due()

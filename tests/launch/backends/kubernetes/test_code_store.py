@@ -77,10 +77,8 @@ def test_a_damaged_archive_of_the_same_size_is_replaced(
     s3: FaultyProxy,  # noqa: F811
 ) -> None:
     made = large(*OPTIONS, f"cluster.kubernetes.code_store={STORE}")
-    assert made.record.code is not None
     content = code_file(made.run, made.record.code, "tar.gz").read_bytes()
     url = code_url(made.record)
-    assert url is not None
     places.write_file(url, content[:-100] + bytes(100))
     upload_code(made.run, made.record)
     assert places.read_all(url) == content
@@ -92,12 +90,10 @@ def test_a_submission_uploads_the_code_before_it_creates_anything(
     s3: FaultyProxy,  # noqa: F811
 ) -> None:
     made = large(*SETTINGS, f"cluster.kubernetes.code_store={STORE}")
-    assert made.record.code is not None
     submit_run(made.run, made.record, KubernetesBackend())
     (config_map,) = api.all("configmaps")
     assert "binaryData" not in config_map or not has_archive(config_map["binaryData"])
     url = code_url(made.record)
-    assert url is not None
     assert places.read_all(url) == code_file(made.run, made.record.code, "tar.gz").read_bytes()
 
 
@@ -125,9 +121,7 @@ def test_an_archive_that_was_changed_in_the_store_does_not_run(
     from scaletrain_cli.launch.node.attempt import place_code
 
     made = large(*OPTIONS, f"cluster.kubernetes.code_store={STORE}")
-    assert made.record.code is not None
     url = code_url(made.record)
-    assert url is not None
     places.write_file(url, b"another archive")
     run = placed(made, tmp_path / "volume", tmp_path / "documents")
     fetch_code(run, made.record)

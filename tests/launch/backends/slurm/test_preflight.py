@@ -15,7 +15,6 @@ from scaletrain_cli.launch.backends.slurm.tables import (
     Partition,
     QosRule,
     Reservation,
-    limits_of,
     nodes,
     partitions,
     read_associations,
@@ -192,18 +191,6 @@ def test_unusable_nodes_only_make_the_job_wait() -> None:
 def test_a_partition_that_is_down_only_makes_the_job_wait() -> None:
     found = verdict(site=dataclasses.replace(SITE, partitions=partition(state="DOWN")))
     assert (found.problems, "until it is UP again" in str(found.notes[0])) == ((), True)
-
-
-def test_a_quota_that_is_too_small_is_a_problem_and_one_in_use_a_note() -> None:
-    limits = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])
-    site = dataclasses.replace(SITE, limits=limits)
-    (problem,) = verdict(site=site, nodes=3).problems
-    assert problem.key == "cluster.nodes"
-    assert "24 GPUs over all nodes: account lab may use 16 GPUs at the same time (GrpTRES)" in str(problem)
-    waits = verdict(site=site)
-    assert waits.problems == ()
-    assert "account lab has 8 of its 16 GPUs in use (GrpTRES): the job waits for 16" in map(str, waits.notes)
-    assert verdict(site=site, nodes=1) == PreflightVerdict((), ())
 
 
 def test_a_job_below_the_minimum_of_a_qos_or_above_its_limit_per_node_never_runs() -> None:

@@ -144,13 +144,6 @@ def made(make_run: MakeRun) -> MadeRun:
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 
 
-def test_a_job_whose_sbatch_got_no_answer_is_found_by_its_comment(controller: Controller, made: MadeRun) -> None:
-    controller.fails("sbatch", TIMED_OUT, works=True)
-    submission = submit_run(made.run, made.record, SLURM)
-    assert (submission.job_id, list(controller.jobs)) == ("100", ["100"])
-    assert open_request(made.run) is None
-
-
 def test_a_lost_answer_is_no_refusal_and_a_second_submit_adds_no_job(controller: Controller, made: MadeRun) -> None:
     controller.fails("sbatch", TIMED_OUT, works=True)
     (controller.folder / "then-squeue-fails").touch()
@@ -227,17 +220,6 @@ def test_a_cancel_that_fails_changes_nothing(controller: Controller, made: MadeR
         SLURM.cancel(made.run, made.record)
     assert not made.run.is_cancelled
     assert not made.events("cancelled")
-
-
-def test_a_suspended_job_is_resumed_before_its_ranks_are_signaled(controller: Controller, made: MadeRun) -> None:
-    submit_run(made.run, made.record, SLURM)
-    controller.becomes("SUSPENDED")
-    SLURM.cancel(made.run, made.record)
-    assert [call for call in controller.calls if call.startswith(("scontrol resume", "scancel"))] == [
-        "scontrol resume 100",
-        "scancel --signal=TERM 100",
-    ]
-    assert made.run.is_cancelled
 
 
 def test_a_suspended_job_that_the_user_may_not_resume_is_not_changed(controller: Controller, made: MadeRun) -> None:

@@ -94,7 +94,6 @@ def test_limits_and_reservations_are_read_alike(version: str) -> None:
         ("MaxWallPJ", "seconds", 7200.0, None),
         ("GrpTRES", "gres/gpu", 32.0, 12.0),
     ]
-    assert found.reservations is not None
     assert [(one.name, sorted(one.nodes), one.is_maintenance, one.end - one.start) for one in found.reservations] == [
         ("maint1", ["n1", "n2", "n3"], True, 7200.0),
         ("course", ["n3"], False, 3600.0),
