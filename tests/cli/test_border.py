@@ -1,7 +1,6 @@
 """The top level of the process: closed pipes, Ctrl-C, and kinds of terminals."""
 
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from scaletrain_cli.errors import ExitCode, Problem, SpecError
 from tests.cli.command_line import PROJECT, SMALL, scaletrain
 from tests.cli.prepared_runs import living_process, prepare
+from tests.terminals import terminal
 
 COMMAND = [sys.executable, "-m", "scaletrain_cli"]
 
@@ -70,15 +70,14 @@ def test_a_plan_can_be_printed_on_a_terminal_without_unicode() -> None:
 
 
 def test_a_plan_is_not_wider_than_a_narrow_terminal() -> None:
-    shown = on_a_terminal([*COMMAND, "plan", str(SMALL)], columns=80)
+    shown = on_a_terminal([*COMMAND, "plan", str(SMALL)])
     plain = shown.replace("\r", "").split("\n")
     assert max(len(strip_colours(line)) for line in plain) <= 80
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="a run on this machine needs the extra train")
 def test_confirmation_is_requested_only_on_a_terminal(tmp_path: Path) -> None:
-    env = {"SCALETRAIN_RUNS": str(tmp_path)}
-    shown = on_a_terminal([*COMMAND, "submit", str(SMALL)], answer="n\n", env=env)
+    shown = on_a_terminal([*COMMAND, "submit", str(SMALL)], answer="n\n", SCALETRAIN_RUNS=str(tmp_path))
     assert "Submit to local? [Y/n]" in shown
     assert "Nothing was done." in shown
     assert list(tmp_path.iterdir()) == []
@@ -93,31 +92,19 @@ def test_a_verb_that_changes_a_run_takes_the_newest_only_if_a_person_confirms_it
         prepare("running" if verb == "cancel" else "failed", "mine", supervisor)
         missing = scaletrain(verb, code=ExitCode.USAGE)
         assert "RUN is missing. The newest run is mine: name it, or add --yes." in missing.err
-        env = {"SCALETRAIN_RUNS": str(tmp_path / "runs")}
-        shown = on_a_terminal([*COMMAND, verb], answer="n\n", env=env)
+        shown = on_a_terminal([*COMMAND, verb], answer="n\n")
     assert f"{verb.capitalize()} mine" in shown
     assert "Nothing was done." in shown
 
 
-def on_a_terminal(command: list[str], columns: int = 80, answer: str = "", env: dict[str, str] | None = None) -> str:
+def on_a_terminal(command: list[str], answer: str = "", **environment: str) -> str:
     """Return the output of the command on a terminal of its own."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, **(env or {}), "COLUMNS": str(columns), "LINES": "50", "TERM": "xterm-256color"}
-    for name in ("NO_COLOR", "FORCE_COLOR", "CI"):
-        environment.pop(name, None)
-    process = subprocess.Popen(command, cwd=PROJECT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    os.write(ours, answer.encode())
-    shown = b""
-    try:
-        while block := os.read(ours, 1 << 16):
-            shown += block
-    except OSError:  # how Linux says that the other end is closed
-        pass
-    finally:
-        process.wait()
-        os.close(ours)
-    return shown.decode()
+    known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI")}
+    known |= {"COLUMNS": "80", "LINES": "50", "TERM": "xterm-256color"} | environment
+    with terminal(command, known) as opened:
+        opened.type(answer)
+        opened.to_the_end()
+    return opened.text
 
 
 def strip_colours(line: str) -> str:

@@ -1,19 +1,12 @@
 """`scaletrain watch`: its pages at two sizes, its keys, what it prints without a terminal, and a real terminal."""
 
 import dataclasses
-import fcntl
 import itertools
 import json
 import os
-import pty
-import select
 import signal
-import struct
-import subprocess
 import sys
-import termios
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -27,10 +20,11 @@ from scaletrain_cli.telemetry.series import SeriesWriter
 from scaletrain_cli.ui.watch.layout import PAGES, Choices, Page
 from scaletrain_cli.ui.watch.pages import show_overview
 from scaletrain_cli.ui.watch.screen import press, screen_lines
-from tests.cli.command_line import PROJECT, scaletrain
+from tests.cli.command_line import scaletrain
 from tests.cli.prepared_runs import prepare
 from tests.cli.test_terminal import ATTACKS, obeyed
 from tests.launch.conftest import no_preparation
+from tests.terminals import Terminal, terminal
 from tests.waiting import wait_until
 
 __all__ = ["no_preparation"]
@@ -314,76 +308,40 @@ def test_a_run_that_is_removed_leaves_the_last_screen_with_the_reason(trained: R
     assert "run.json" in texts(reading.shown, Choices(), 400, 24)[0]
 
 
-class Terminal:
-    """A pseudo-terminal of 80 x 24 with the command in it."""
-
-    def __init__(self, run: RunDir, **environment: str) -> None:
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.before = termios.tcgetattr(slave)
-        self.slave = slave
-        known = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-        known |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment
-        command = [sys.executable, "-m", "scaletrain_cli", "watch", str(run.path)]
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-        self.process = subprocess.Popen(command, **streams, cwd=PROJECT, env=known, start_new_session=True)
-        self.output = ""
-
-    def wait_for(self, text: str) -> str:
-        """Return what was written up to and with ``text``, from the end of the last answer on."""
-        place = len(self.output)
-        while text not in self.output[place:]:
-            has_ended = self.process.poll() is not None
-            if select.select([self.master], [], [], 0.1)[0]:
-                self.output += os.read(self.master, 65536).decode(errors="replace")
-            else:
-                assert not has_ended, self.output[place:]
-        return self.output[place:]
-
-    def press(self, keys: str) -> None:
-        os.write(self.master, keys.encode())
-
-
-@contextmanager
-def terminal(run: RunDir, **environment: str) -> Iterator[Terminal]:
-    opened = Terminal(run, **environment)
-    try:
-        yield opened
-    finally:
-        opened.process.kill()
-        opened.process.wait()
-        os.close(opened.master)
-        os.close(opened.slave)
+def watching(run: RunDir, **environment: str) -> AbstractContextManager[Terminal]:
+    known = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    known |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment
+    return terminal([sys.executable, "-m", "scaletrain_cli", "watch", str(run.path)], known)
 
 
 @pytest.mark.process
 def test_in_a_terminal_keys_are_answered_and_the_terminal_is_restored(trained: RunDir) -> None:
-    with terminal(trained) as opened:
+    with watching(trained) as opened:
         first = opened.wait_for("q quit")
         assert "\x1b[?1049h" in first
         assert "\x1b[1;32m" in first  # green, of the state
-        opened.press("\x1b[Z")  # Shift-Tab
-        assert "7 logs]" in opened.wait_for("7 logs]")
-        opened.press("3")
+        opened.type("\x1b[Z")  # Shift-Tab
+        assert "7 logs]" in opened.wait_for(r"7 logs\]")
+        opened.type("3")
         opened.wait_for("66.0 GB")
-        fcntl.ioctl(opened.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        opened.wait_for("\x1b[40;1H")
+        opened.resize(40, 120)
+        opened.wait_for(r"\x1b\[40;1H")
         opened.process.send_signal(signal.SIGTSTP)
-        opened.wait_for("\x1b[?1049l")
+        opened.wait_for(r"\x1b\[\?1049l")
         stat = Path(f"/proc/{opened.process.pid}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the process is stopped")
-        assert termios.tcgetattr(opened.slave)[3] == opened.before[3]
+        assert opened.modes == opened.before
         opened.process.send_signal(signal.SIGCONT)
         opened.wait_for("q quit")
-        opened.press("q")
-        opened.wait_for("\x1b[?25h\x1b[?1049l")
+        opened.type("q")
+        opened.wait_for(r"\x1b\[\?25h\x1b\[\?1049l")
         assert opened.process.wait() == 0
-        assert termios.tcgetattr(opened.slave)[3] == opened.before[3]
+        assert opened.modes == opened.before
 
 
 @pytest.mark.process
 def test_a_terminal_without_a_cursor_gets_lines(trained: RunDir) -> None:
-    with terminal(trained, TERM="dumb") as opened:
+    with watching(trained, TERM="dumb") as opened:
         assert "\x1b" not in opened.wait_for("finished  step 300 of 300")
         assert opened.process.wait() == 0
 

@@ -4,17 +4,13 @@ The commands are started as a user starts them; ``runs`` is the run id or its fo
 """
 
 import contextlib
-import fcntl
 import os
-import pty
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +18,7 @@ from pathlib import Path
 
 from tests.forked import Forked, forking
 from tests.ports import reserved_port
+from tests.terminals import terminal
 from tests.waiting import wait_until
 
 
@@ -111,40 +108,24 @@ class Sessions:
         wait_until(lambda: not pids(mark), "the command has ended")
 
     def opens_a_shell_with_a_terminal_of_the_same_size(self) -> None:
-        with self.terminal("shell") as (process, terminal):
-            resize(terminal, 31, 97)
-            screen = Screen(terminal)
-            screen.wait_for(r"ends the shell")
-            screen.wait_for(r"[#$] ")
+        environment = self.environment | {"TERM": "xterm", "SHELL": "/bin/sh", "ENV": "", "PS1": "$ "}
+        with terminal(
+            [sys.executable, "-m", "scaletrain_cli", "shell", self.run], environment, size=(31, 97)
+        ) as screen:
+            screen.wait_for(r"ends the shell[^#$]*[#$] ")
             screen.type("stty size; echo attempt=$SCALETRAIN_ATTEMPT\n")
             screen.wait_for(r"31 97\r\n[^\n]*attempt=1")
-            resize(terminal, 40, 111)
-            os.kill(process.pid, signal.SIGWINCH)  # the kernel sends it to a process in front of its own terminal
+            screen.resize(40, 111)
+            os.kill(
+                screen.process.pid, signal.SIGWINCH
+            )  # the kernel sends it to a process in front of its own terminal
             screen.type("until stty size | grep 40; do sleep 0.1; done; sh -c 'echo sleeps; exec sleep 300'\n")
             screen.wait_for(r"40 111\r\n[^\n]*sleeps")
             screen.type("\x03")
-            screen.wait_for(r"40 111\r\n[^\n]*sleeps\r\n[^#$]*[#$] ")  # an earlier line would be lost
+            screen.wait_for(r"[#$] ")  # an earlier line would be lost
             screen.type("exit 6\n")
-            screen.to_the_end()
-            assert process.wait() == 6, screen.text
-            assert termios.tcgetattr(terminal)[3] & termios.ICANON, "the terminal is as it was"
-
-    @contextlib.contextmanager
-    def terminal(self, verb: str, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-        """Start a verb in a terminal, really; yield its process, and the other end of the terminal."""
-        own, of_process = pty.openpty()
-        resize(own, 31, 97)
-        environment = self.environment | {"TERM": "xterm", "SHELL": "/bin/sh", "ENV": "", "PS1": "$ "}
-        command = [sys.executable, "-m", "scaletrain_cli", verb, self.run, *words]
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), of_process)
-        process = subprocess.Popen(command, **streams, env=environment, start_new_session=True)
-        try:
-            yield process, own
-        finally:
-            process.kill()
-            process.wait()
-            for descriptor in (own, of_process):
-                os.close(descriptor)
+            assert screen.to_the_end() == 6, screen.text
+            assert screen.modes == screen.before, "the terminal is as it was"
 
     def forwards_a_port(self, port: int, local: int, *options: str) -> None:
         """Many connections at once, each with its own bytes; Ctrl-C ends it, and nothing listens or runs any more.
@@ -183,35 +164,6 @@ server.daemon_threads = True
 print(server.server_address[1], flush=True)
 server.serve_forever()
 """
-
-
-class Screen:
-    """What a terminal shows."""
-
-    def __init__(self, terminal: int) -> None:
-        self._terminal, self.text = terminal, ""
-
-    def wait_for(self, pattern: str) -> None:
-        while not re.search(pattern, self.text):
-            self.text += os.read(self._terminal, 4096).decode(errors="replace")
-
-    def type(self, keys: str) -> None:
-        os.write(self._terminal, keys.encode())
-
-    def to_the_end(self) -> None:
-        """Read until nothing comes for a moment: the end of the terminal is held open by the test."""
-        os.set_blocking(self._terminal, False)
-        quiet = time.monotonic()
-        while time.monotonic() - quiet < 1.0:
-            try:
-                self.text += os.read(self._terminal, 4096).decode(errors="replace")
-                quiet = time.monotonic()
-            except BlockingIOError:
-                time.sleep(0.05)
-
-
-def resize(terminal: int, rows: int, columns: int) -> None:
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
 def received(end: socket.socket) -> bytes:

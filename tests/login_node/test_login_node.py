@@ -2,9 +2,7 @@
 
 import json
 import os
-import pty
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from tests.launch.working_tree import WorkingTree
 from tests.login_node.conftest import Site
 from tests.login_node.server import REAL_COMMAND
 from tests.ports import reserved_port
+from tests.terminals import terminal
 from tests.waiting import wait_until
 
 SPEC = f"""
@@ -157,22 +156,12 @@ def test_a_login_node_without_scaletrain_is_named(site: Site, tree: WorkingTree)
 
 def test_a_terminal_here_is_one_there(site: Site, tree: WorkingTree) -> None:
     command = [sys.executable, "-m", "scaletrain_cli", "submit", "run.yaml", "--cluster", "site"]
-    parent, child = pty.openpty()
-    process = subprocess.Popen(command, cwd=site.here, stdin=child, stdout=child, stderr=child)
-    os.close(child)
-    seen = b""
-    while b"Submit to local?" not in seen:
-        seen += os.read(parent, 4096)
-    os.write(parent, b"n\n")
-    try:
-        while chunk := os.read(parent, 4096):
-            seen += chunk
-    except OSError:  # the terminal is closed
-        pass
-    assert process.wait() == 130
-    assert b"Nothing was done" in seen
+    with terminal(command, folder=site.here) as opened:
+        opened.wait_for(r"Submit to local\?")
+        opened.type("n\n")
+        assert opened.to_the_end() == 130
+    assert "Nothing was done" in opened.text
     assert sent_runs() == []
-    os.close(parent)
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch x", {"scaletrain": "x"}, {"ssh": "a", "port": "1"}, "a\nb"])
