@@ -32,29 +32,6 @@ else:
 # A command line that no other run of these tests has.
 HIDDEN = f"sleep 300.{os.getpid()}"
 
-# Prints the signals that it gets; a second attempt ends at once. Without a grace time SIGTERM comes twice within
-# milliseconds, and the second would kill a Python process that is exiting: 143 instead of 75.
-TASK = """
-import os, signal, sys, time
-if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-    print("restarted", flush=True)
-    sys.exit(0)
-def stop(number, frame):
-    signal.signal(number, signal.SIG_IGN)
-    print("got", signal.Signals(number).name, "on", os.environ["SLURMD_NODENAME"], flush=True)
-    sys.exit(75)
-signal.signal(signal.SIGTERM, stop)
-print("started", flush=True)
-time.sleep(120)
-"""
-
-# Without a grace time the batch shell gets SIGTERM too; without the trap it would die, and srun with it.
-JOB = """
-trap true TERM
-srun --kill-on-bad-exit=0 {task} &
-while wait $!; code=$?; kill -0 $! 2>/dev/null; do true; done
-"""
-
 
 @pytest.fixture
 def cluster(slurm: DevCluster) -> DevCluster:
@@ -78,31 +55,6 @@ def test_nodes_reach_each_other_by_hostname(cluster: DevCluster, tmp_path: Path)
     cluster.wait_for_state(job, "COMPLETED")
 
     assert output.read_text() == "n2 called n1\n"
-
-
-# With a grace time Slurm requeues only a job that still runs at its end; one that ends earlier must requeue itself.
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("partition", "last_line"),
-    [("spot", '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'), ("spot0", 'exit "$code"')],
-    ids=["grace", "no-grace"],
-)
-def test_high_preempts_and_spot_requeues(cluster: DevCluster, tmp_path: Path, partition: str, last_line: str) -> None:
-    (tmp_path / "task.py").write_text(TASK)
-    output = tmp_path / "out"
-    script = JOB.format(task=f"{sys.executable} {tmp_path}/task.py") + last_line
-    options = ("-N4", "--ntasks-per-node=1", "--requeue", "--open-mode=append")
-    spot = cluster.submit(script, f"-p{partition}", *options, f"-o{output}")
-    wait_until(lambda: output.exists() and output.read_text().count("started") == 4, "all tasks have started")
-
-    high = cluster.submit("true", "-phigh", "-N4", "--exclusive", "-o/dev/null")
-
-    cluster.wait_for_state(high, "COMPLETED")
-    job = cluster.wait_for_state(spot, "COMPLETED")
-    assert job["Restarts"] == "1"
-    lines = output.read_text().splitlines()
-    assert {line for line in lines if line.startswith("got")} == {f"got SIGTERM on n{index}" for index in range(1, 5)}
-    assert lines.count("restarted") == 4
 
 
 @pytest.mark.long
