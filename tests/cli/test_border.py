@@ -71,8 +71,8 @@ def test_a_plan_can_be_printed_on_a_terminal_without_unicode() -> None:
 
 def test_a_plan_is_not_wider_than_a_narrow_terminal() -> None:
     shown = on_a_terminal([*COMMAND, "plan", str(SMALL)])
-    plain = shown.replace("\r", "").split("\n")
-    assert max(len(strip_colours(line)) for line in plain) <= 80
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.replace("\r", ""))
+    assert max(map(len, plain.split("\n"))) <= 80
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="a run on this machine needs the extra train")
@@ -105,10 +105,6 @@ def on_a_terminal(command: list[str], answer: str = "", **environment: str) -> s
         opened.type(answer)
         opened.to_the_end()
     return opened.text
-
-
-def strip_colours(line: str) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line)
 
 
 def test_the_text_of_an_error_has_file_and_line() -> None:

@@ -20,10 +20,6 @@ def start(made: MirroredRun) -> Forked:
     return Forked("tests.mirror.mirroring", [str(made.run.path)], os.environ)
 
 
-def content_of(checkpoint: Checkpoint) -> dict[str, bytes]:
-    return {name: (checkpoint.path / name).read_bytes() for name in checkpoint.files}
-
-
 def restored(made: MirroredRun, folder: Path) -> tuple[int, dict[str, bytes]] | None:
     """Return the step and the files that a resume from the mirror would have now; None before the first checkpoint."""
     if not made.steps():
@@ -46,7 +42,7 @@ def kill_often(made: MirroredRun, s3: FaultyProxy, tmp_path: Path, most: int, se
         point += 1
         if point == 1 or draw.random() < 0.7:  # else the same checkpoint again
             checkpoint = made.commit(10 * point, _SIZES)
-            saved[checkpoint.step] = content_of(checkpoint)
+            saved[checkpoint.step] = {name: (checkpoint.path / name).read_bytes() for name in checkpoint.files}
         for old in made.here()[:-2]:
             made.remove(old)
         at = len(s3.seen) + draw.randint(1, _REQUESTS)

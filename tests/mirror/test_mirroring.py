@@ -36,11 +36,6 @@ def mirrored(make_mirrored: MakeMirrored, place: str) -> MirroredRun:
     return make_mirrored(place)
 
 
-def uploads(proxy: FaultyProxy) -> list[str]:
-    """Return the names of the shards that were sent, without repetitions of requests."""
-    return [request.path.rpartition("/")[2].partition("?")[0] for request in proxy.seen if request.method == "PUT"]
-
-
 @at_both_places
 def test_a_checkpoint_is_copied_with_its_manifest_last_and_the_history_before(mirrored: MirroredRun) -> None:
     saved = mirrored.commit(10)
@@ -60,7 +55,7 @@ def test_a_checkpoint_is_copied_with_its_manifest_last_and_the_history_before(mi
 def test_the_manifest_is_the_last_object_of_a_checkpoint(s3: FaultyProxy, make_mirrored: MakeMirrored) -> None:
     made = make_mirrored()
     made.mirror_of(10)
-    order = uploads(s3)
+    order = [request.path.rpartition("/")[2].partition("?")[0] for request in s3.seen if request.method == "PUT"]
     manifest = order.index("manifest.json")
     assert {"rank-00000.safetensors", "rank-00001.safetensors"} <= set(order[:manifest])
     assert any(path.startswith("0001-") for path in order[:manifest]), "the list of the history is before it"

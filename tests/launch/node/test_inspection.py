@@ -23,12 +23,6 @@ def inspected(made: MadeRun, monkeypatch: pytest.MonkeyPatch, health: NodeHealth
     return inspect_node(made.run, made.record, "node-0000-here", {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
-def on_gpus(made: MadeRun) -> MadeRun:
-    cluster = made.record.spec.cluster.model_copy(update={"gpu": "h100-sxm-80gb"})
-    spec = made.record.spec.model_copy(update={"cluster": cluster})
-    return MadeRun(made.run, dataclasses.replace(made.record, spec=spec))
-
-
 def test_a_healthy_node_has_no_problems(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     found = inspected(make_run(), monkeypatch)
     assert (found.problems, found.notes, found.gpus) == ((), (), ())
@@ -39,7 +33,7 @@ def test_a_healthy_node_has_no_problems(make_run: MakeRun, monkeypatch: pytest.M
 
 
 def test_broken_gpus_memory_and_shm_are_reported_apart(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = on_gpus(make_run())
+    made = make_run("cluster.gpu=h100-sxm-80gb")
     gpus = (GpuHealth(0, "GPU-a", "H100", 85 * GB, 0), GpuHealth(1, "GPU-b", "H100", 85 * GB, 0, waits_for_reset=True))
     monkeypatch.setattr(inspection, "available_bytes", lambda: 8 * GB)
     monkeypatch.setattr(inspection, "_free", lambda path: 64 * 2**20)

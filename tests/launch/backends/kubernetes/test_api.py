@@ -135,18 +135,14 @@ def test_an_unreachable_server_is_reported_and_not_asked_again(tmp_path: Path, m
 
 
 def test_an_unanswered_change_may_have_been_applied(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster._client, "request", _never(cluster._client.request))
-    with pytest.raises(SchedulerSilentError, match="The request may have been applied"):
-        cluster.apply(config_map())
-
-
-def _never(request: Any) -> Any:
     import urllib3.exceptions
 
     def silent(*args: Any, **options: Any) -> Any:
         raise urllib3.exceptions.ReadTimeoutError(None, "/", "read timed out")  # type: ignore[arg-type]
 
-    return silent
+    monkeypatch.setattr(cluster._client, "request", silent)
+    with pytest.raises(SchedulerSilentError, match="The request may have been applied"):
+        cluster.apply(config_map())
 
 
 def test_a_dead_node_is_no_unreachable_server(cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:

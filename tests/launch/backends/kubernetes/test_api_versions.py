@@ -52,10 +52,6 @@ READ = {
 }
 
 
-def asked_for_groups(api: FakeApi) -> list[str]:
-    return [asked for asked in api.asked if asked.count("/") == 2 and asked.startswith("GET /apis/")]
-
-
 def serve_only(api: FakeApi, group: str, versions: dict[str, tuple[str, ...]]) -> None:
     api.installed = {each: kinds for each, kinds in api.installed.items() if each.partition("/")[0] != group}
     api.installed |= {f"{group}/{version}": kinds for version, kinds in versions.items()}
@@ -69,7 +65,8 @@ def test_kueue_is_read_in_the_version_that_is_served(cluster: Cluster, api: Fake
     found = cluster.get(CLUSTER_QUEUE, "", "c")
     assert found["spec"] == {"cohortName": "all"}
     assert cluster.find(LOCAL_QUEUE, "ml") == []
-    assert asked_for_groups(api) == [f"GET /apis/{KUEUE}"], "asked once for all kinds of the group"
+    for_groups = [asked for asked in api.asked if asked.count("/") == 2 and asked.startswith("GET /apis/")]
+    assert for_groups == [f"GET /apis/{KUEUE}"], "asked once for all kinds of the group"
     assert {asked.split("/")[3] for asked in api.asked if asked.count("/") > 2} == {version}
 
 

@@ -11,7 +11,6 @@ from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.code_store import code_url, fetch_code, upload_code
 from scaletrain_cli.launch.backends.kubernetes.manifest import documents_for, has_archive, manifest
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import code_file, documents_of, place_documents
 from tests.data.remote.conftest import BUCKET, s3, s3_server  # noqa: F401
 from tests.data.remote.faults import FaultyProxy
@@ -123,14 +122,9 @@ def test_an_archive_that_was_changed_in_the_store_does_not_run(
     made = large(*OPTIONS, f"cluster.kubernetes.code_store={STORE}")
     url = code_url(made.record)
     places.write_file(url, b"another archive")
-    run = placed(made, tmp_path / "volume", tmp_path / "documents")
+    documents = {**documents_of(made.run, made.record), **documents_for(made.run, made.record)}
+    run, _ = place_documents(put_documents(documents, tmp_path / "documents"), tmp_path / "volume")
     fetch_code(run, made.record)
     with pytest.raises(ScaletrainError) as refused:
         place_code(run, made.record, tmp_path / "unpacked")
     assert refused.value.exit_code == ExitCode.USAGE
-
-
-def placed(made: MadeRun, volume: Path, folder: Path) -> RunDir:
-    """Return the run directory that pod 0 makes from the documents."""
-    documents = {**documents_of(made.run, made.record), **documents_for(made.run, made.record)}
-    return place_documents(put_documents(documents, folder), volume)[0]

@@ -428,15 +428,11 @@ def test_a_pod_that_is_refused_temporarily_has_a_note(preflight: Notes, api: Fak
     assert any(note in text and said in text for text in preflight(*GPU))
 
 
-def put_topology(api: FakeApi) -> None:
-    levels = [{"nodeLabel": "topology.example/block"}, {"nodeLabel": "kubernetes.io/hostname"}]
-    api.put("topologies", {"metadata": {"name": "racks"}, "spec": {"levels": levels}}, KUEUE, "")
-
-
 def test_a_topology_that_no_flavor_has_is_reported(preflight: Notes, api: FakeApi) -> None:
     """Kueue never admits such a job, and its message may name only another flavor's quota."""
     put_queue(api)
-    put_topology(api)
+    levels = [{"nodeLabel": "topology.example/block"}, {"nodeLabel": "kubernetes.io/hostname"}]
+    api.put("topologies", {"metadata": {"name": "racks"}, "spec": {"levels": levels}}, KUEUE, "")
     flavor = api.objects[(KUEUE, "resourceflavors", "", "h100")]
     rack = (*QUEUE, "cluster.kubernetes.topology={kind: required, key: topology.example/rack}")
     assert "flavor h100: it has no Topology, which the job requests" in problems(preflight, *rack)
