@@ -346,11 +346,6 @@ def test_validate_and_every_verb_that_starts_a_run_check(things: Path) -> None:
     assert [(each["key"], each["where"]) for each in document["missing"]] == [("data.source", "run.yaml:15")]
 
 
-def test_all_problems_are_reported_at_once() -> None:
-    sets = ("data.source=nowhere", "model.weights=nowhere", "secret_env=[NOT_SET_ANYWHERE]")
-    assert submit(*sets).err.count("--set") == 3
-
-
 def test_json_has_the_code_of_each_problem_and_of_each_warning() -> None:
     refused = submit("data.source=nowhere", "model.weights=nowhere", options=("--dry-run", "--json"))
     error = refused.data["error"]

@@ -19,7 +19,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import code_hash
 from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submission import read_submission
-from scaletrain_cli.launch.submit import create_run, make_record, new_run_id, submit_run
+from scaletrain_cli.launch.submit import create_run, new_run_id, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root
@@ -100,14 +100,6 @@ def test_a_run_id_that_is_not_a_plain_file_name_is_rejected(run_id: str) -> None
     assert not runs_root().exists()
 
 
-def test_another_spec_under_the_same_id_is_rejected_with_the_differences() -> None:
-    spec = make_spec()
-    create_run(spec, make_plan(spec), "mine")
-    other = make_spec("training.steps=21")
-    with pytest.raises(UsageError, match=r"training\.steps was 20, now 21"):
-        create_run(other, make_plan(other), "mine")
-
-
 def test_concurrent_submissions_of_one_id_create_one_run() -> None:
     spec = make_spec()
     plan = make_plan(spec)
@@ -179,13 +171,6 @@ def test_an_unset_secret_is_rejected_before_anything_is_written() -> None:
     with pytest.raises(UsageError, match="NOT_SET_ANYWHERE"):
         create_run(spec, make_plan(spec))
     assert list_runs() == []
-
-
-def test_a_dry_run_writes_no_record() -> None:
-    spec = make_spec()
-    record = make_record(spec, make_plan(spec), "dry")
-    assert (record.run_id, record.spec) == ("dry", spec)
-    assert not runs_root().exists()
 
 
 def test_an_unknown_scheduler_is_an_error() -> None:

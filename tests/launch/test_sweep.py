@@ -144,7 +144,7 @@ def test_a_run_with_the_name_of_a_point_that_is_being_submitted_is_not_changed()
     (mine,) = points(Queue(), 1)
     other = make_spec("training.seed=7")
     theirs = create_run(other, make_plan(other), mine.run_id).run
-    with pytest.raises(UsageError, match="exists with another spec"):
+    with pytest.raises(UsageError, match=r"exists with another spec.*training\.seed was 7, now 1"):
         submit_sweep("s", [mine], cap=1)
     assert theirs.record.exists()
 
