@@ -29,14 +29,6 @@ def put_context(tmp_path: Path, namespace: str | None, name: str = "test") -> No
     path.write_text(json.dumps(config | {"contexts": [*contexts, {"name": name, "context": place}]}))
 
 
-def test_the_namespace_is_that_of_the_current_context(api: FakeApi, tmp_path: Path, make_run: MakeRun) -> None:
-    put_context(tmp_path, "team")
-    made = make_run(*WITHOUT)
-    assert made.record.spec.cluster.kubernetes.namespace == "team"
-    submit_run(made.run, made.record, KubernetesBackend())
-    assert {body["metadata"]["namespace"] for body in api.objects.values()} == {"team"}
-
-
 def test_later_verbs_use_the_namespace_of_the_submission(api: FakeApi, tmp_path: Path, make_run: MakeRun) -> None:
     put_context(tmp_path, "team")
     made = make_run(*WITHOUT)

@@ -1,5 +1,6 @@
 """The agents of a gang as real processes: rendezvous, training, SIGTERM, and one decision for all pods."""
 
+import json
 import os
 import signal
 import subprocess
@@ -101,9 +102,13 @@ def test_a_gang_of_an_ended_run_exits_with_the_decision(make_run: MakeRun, start
     made = make_run(*TWO_NODES)
     gang = start_gang(made)
     gang.wait()
+    assert json.loads(gang.termination_log(1).read_text())["exit_code"] == 0
     assert start_gang(made, 1).wait() == [0, 0]  # a node was lost as the last pod ended
     gang.run.stop_file.touch()
-    assert start_gang(made, 2).wait() == [93, 93]
+    refused = start_gang(made, 2)
+    assert refused.wait() == [93, 93]
+    codes = {json.loads(refused.termination_log(number).read_text())["code"] for number in (0, 1)}
+    assert codes == {"launch.stop-cancelled-before-start"}
     assert len(gang.attempts) == 1
 
 

@@ -53,17 +53,6 @@ def attending(number: int, words: dict[int, Any], seal: GangKey = SEAL, seconds:
     return thread
 
 
-def test_all_pods_receive_the_same_message_and_pod_0_those_of_all(host: RendezvousServer) -> None:
-    words: dict[int, Any] = {}
-    threads = [attending(number, words) for number in (2, 1)]
-    said = host.gather(LONG, never)
-    host.broadcast({"attempt": 3})
-    for thread in threads:
-        thread.join()
-    assert {number: word["node"] for number, word in said.items()} == {1: "n1", 2: "n2"}
-    assert words == {1: {"attempt": 3}, 2: {"attempt": 3}}
-
-
 def test_connections_of_other_gangs_are_ignored(host: RendezvousServer) -> None:
     words: dict[int, Any] = {}
     threads = [attending(1, words, GangKey("an older gang", SEAL.key), seconds=1), attending(7, words, seconds=1)]

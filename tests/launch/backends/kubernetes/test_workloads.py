@@ -33,12 +33,6 @@ def test_the_label_of_the_gang_is_on_the_pods() -> None:
     assert labels.items() >= template_of(made)["metadata"]["labels"].items()
 
 
-def test_deriving_objects_does_not_change_the_workload() -> None:
-    first, second = rendered_recipe(RECIPE), rendered_recipe(RECIPE)
-    children(first.objects)
-    assert first == second
-
-
 def test_a_task_of_volcano_becomes_pods_with_an_index() -> None:
     made = rendered_recipe(RECIPE, "cluster.kubernetes.backend=volcano")
     (pod,) = children(made.objects)
