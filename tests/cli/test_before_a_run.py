@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -231,7 +232,8 @@ def gpu_checks(monkeypatch: pytest.MonkeyPatch, **state: object) -> list[dict[st
     """Return the GPU checks of doctor with a driver that reports ``state``."""
     monkeypatch.setenv("PYTHONPATH", str(FAKE_NVML))
     monkeypatch.setenv("FAKE_NVML", json.dumps(state))
-    monkeypatch.setattr("scaletrain_cli.launch.node.gpu_health.importlib.util.find_spec", lambda name: object())
+    installed = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: object()))
+    monkeypatch.setattr("scaletrain_cli.launch.node.gpu_health.importlib", installed)
     checks = scaletrain("doctor", "--json").data["checks"]
     return [check for check in checks if check["name"].startswith("gpu")]
 

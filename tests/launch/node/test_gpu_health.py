@@ -132,6 +132,10 @@ def test_a_driver_that_is_broken_is_the_problem(fake_driver: Any) -> None:
     assert str(problem) == "the driver cannot be used: Driver/library version mismatch"
 
 
+def test_a_node_without_a_driver_library_reports_nothing(fake_driver: Any) -> None:
+    assert fake_driver(init_error=12, gpus=[]) is None
+
+
 def test_a_node_without_nvidia_ml_py_reports_a_note_and_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_health.importlib.util, "find_spec", lambda name: None)
     found = query_driver()
