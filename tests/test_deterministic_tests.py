@@ -31,7 +31,6 @@ MEASURED = {
     "data/pipeline/test_prepare.py": 2,
     # A clock of the test, or a part of what is tested.
     "launch/node/test_code.py": 1,
-    "launch/sessions.py": 3,
     "slurm_cluster/cluster.py": 2,
     # Suites for real clusters, which answer late or never; no part of `make test`.
     "kubernetes_cluster/place.py": 4,
