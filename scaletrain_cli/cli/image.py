@@ -76,7 +76,15 @@ def command(
     to_stdout = str(output) == "-"
     target = output or source.folder / "Containerfile"
     if not to_stdout:
-        _write(target, text)
+        if target.exists():
+            raise UsageError(Reason("container.exists", {"path": str(target)}))
+        try:
+            create_file(target, text, public=True)  # replaces nothing, not even a file that appeared meanwhile
+        except FileExistsError as error:
+            raise UsageError(Reason("container.exists", {"path": str(target)})) from error
+        except OSError as error:
+            said = error.strerror or str(error)
+            raise UsageError(Reason("container.not-written", {"path": str(target), "said": said})) from error
     # As the build command names it, which runs in the folder of the context.
     full, context = target.resolve(), source.folder.resolve()
     named = full.relative_to(context) if full.is_relative_to(context) else full
@@ -126,16 +134,3 @@ def _image(source: Source, base: str | None, cuda: str | None, uid: int, tag: st
     slug = re.sub(r"[^a-z0-9]+", "-", source.folder.resolve().name.lower()).strip("-") or "scaletrain"
     chosen = base or (CUDA_IMAGES[cuda] if cuda is not None else PYTHON_IMAGE)
     return Image(source, origin, chosen, uid, __version__, tag or f"REGISTRY/{slug}:{__version__}")
-
-
-def _write(target: Path, text: str) -> None:
-    """Write the new file. Raises UsageError if it exists."""
-    if target.exists():
-        raise UsageError(Reason("container.exists", {"path": str(target)}))
-    try:
-        create_file(target, text, public=True)  # replaces nothing, not even a file that appeared meanwhile
-    except FileExistsError as error:
-        raise UsageError(Reason("container.exists", {"path": str(target)})) from error
-    except OSError as error:
-        said = error.strerror or str(error)
-        raise UsageError(Reason("container.not-written", {"path": str(target), "said": said})) from error

@@ -320,20 +320,16 @@ def with_live_prices(spec: RunSpec) -> tuple[RunSpec, dict[str, Quote]]:
 
 def _quote(device: Accelerator, spot: bool, gpus_per_node: int) -> Quote | None:
     """Return the median over providers of each provider's median over regions, for whole nodes if offered."""
-    offers = _offers(*_gpuhunt_name(device), spot)
+    # gpuhunt's name and memory in GB: RTX4090 and 24 for ``rtx-4090-24gb``; SXM and PCIe are the same.
+    if (size := re.search(r"-(\d+)gb$", device.name)) is None:
+        raise _no_prices(f"{device.name} is not a GPU of the catalogue.", "Set cluster.price_per_gpu_hour.")
+    name = re.sub(r"-(sxm\d?|pcie|gcd)$", "", device.name[: size.start()])
+    offers = _offers(name.replace("-", "").upper(), float(size[1]), spot)
     whole = [offer for offer in offers if offer.gpu_count == gpus_per_node]
     by_provider: dict[str, list[float]] = {}
     for offer in whole or offers:
         by_provider.setdefault(offer.provider, []).append(offer.price / offer.gpu_count)
     return live_price(by_provider)
-
-
-def _gpuhunt_name(device: Accelerator) -> tuple[str, float]:
-    """Return gpuhunt's name and memory in GB: RTX4090 and 24 for ``rtx-4090-24gb``; SXM and PCIe are the same."""
-    if (size := re.search(r"-(\d+)gb$", device.name)) is None:
-        raise _no_prices(f"{device.name} is not a GPU of the catalogue.", "Set cluster.price_per_gpu_hour.")
-    name = re.sub(r"-(sxm\d?|pcie|gcd)$", "", device.name[: size.start()])
-    return name.replace("-", "").upper(), float(size[1])
 
 
 def _offers(name: str, gigabytes: float, spot: bool) -> list[Any]:

@@ -111,15 +111,12 @@ class Watcher:
             is_due = now - self._step_time >= _LINE_EVERY_SECONDS and status.step != self._step_shown
             if is_due and status.state == "running" and not stderr_console().is_terminal:
                 self._step_time, self._step_shown = now, status.step
-                self._print_step(status)
+                from scaletrain_cli.launch.status import eta_seconds
+                from scaletrain_cli.ui.status import measures_text, progress_text
 
-    def _print_step(self, status: RunStatus) -> None:
-        from scaletrain_cli.launch.status import eta_seconds
-        from scaletrain_cli.ui.status import measures_text, progress_text
-
-        left = eta_seconds(self._run, status)
-        words = [progress_text(status), measures_text(status), f"{seconds_text(left)} left" if left else ""]
-        say(f"{time.strftime('%H:%M:%S')}  running         {', '.join(filter(None, words))}")
+                left = eta_seconds(self._run, status)
+                words = [progress_text(status), measures_text(status), f"{seconds_text(left)} left" if left else ""]
+                say(f"{time.strftime('%H:%M:%S')}  running         {', '.join(filter(None, words))}")
 
     def finish(self) -> RunStatus:
         """Show what is new now and return the status."""

@@ -83,11 +83,7 @@ class WorkingTree:
             raise _refusal(where, Reason("checks.code-no-folder"), folder)
         if shutil.which("git") is None:
             raise _refusal(where, Reason("checks.code-no-git"), folder)
-        self._filters = self._configured_filters()
-        self._git("rev-parse", "--show-toplevel")
-
-    def _configured_filters(self) -> tuple[str, ...]:
-        """Return the names of the filters in all configurations that git reads here. Raises UsageError."""
+        # Those in all configurations that git reads here.
         names = set()
         for entry in self._git("config", "--null", "--name-only", "--list").split(b"\0"):
             section, _, rest = os.fsdecode(entry).partition(".")
@@ -98,7 +94,8 @@ class WorkingTree:
                 what = f"the filter {name!r} of its configuration has a name that cannot be switched off"
                 raise self._git_failed("config", what)
             names.add(name)
-        return tuple(sorted(names))
+        self._filters = tuple(sorted(names))
+        self._git("rev-parse", "--show-toplevel")
 
     def _run(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
         """Return the output of git. ``sent`` is its input. Raises GitError."""

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -282,7 +282,19 @@ class Fetch:
             return
         todo = [(listing, file) for listing, files in missing for file in files]
         self._total, self._files = sum(file.size or 0 for _, file in todo), len(todo)
-        self._require_space({self._settings.repo_folder(listing.reference) for listing, _ in missing})
+        needed = self._total
+        for blobs in (
+            folder / "blobs" for folder in ({self._settings.repo_folder(listing.reference) for listing, _ in missing})
+        ):
+            with _errors_of_cache(self._settings, self._files):
+                make_folder(blobs, mode=FOLDER_MODE)
+                needed -= sum(path.stat().st_size for path in blobs.glob("*.scaletrain-incomplete"))
+                if not os.access(blobs, os.W_OK | os.X_OK):
+                    raise PermissionError(f"{blobs} is read-only")
+        free = shutil.disk_usage(self._settings.cache).free
+        if needed + _RESERVE_BYTES > free:
+            params = {"needed": needed, "cache": str(self._settings.cache), "free": free}
+            raise HubError(Reason("hub.no-space", params))
         self._state = "fetching"
         _report(dataclasses.asdict(self._progress()))
         pool = ThreadPoolExecutor(_PARALLEL)
@@ -305,20 +317,6 @@ class Fetch:
 
         download(listing, file, self._settings, note)
         self._sizes[path] = file.size or 0
-
-    def _require_space(self, folders: Collection[Path]) -> None:
-        """Raise HubError unless the cache can be written and has space for the files."""
-        needed = self._total
-        for blobs in (folder / "blobs" for folder in folders):
-            with _errors_of_cache(self._settings, self._files):
-                make_folder(blobs, mode=FOLDER_MODE)
-                needed -= sum(path.stat().st_size for path in blobs.glob("*.scaletrain-incomplete"))
-                if not os.access(blobs, os.W_OK | os.X_OK):
-                    raise PermissionError(f"{blobs} is read-only")
-        free = shutil.disk_usage(self._settings.cache).free
-        if needed + _RESERVE_BYTES > free:
-            params = {"needed": needed, "cache": str(self._settings.cache), "free": free}
-            raise HubError(Reason("hub.no-space", params))
 
     def _progress(self) -> FetchProgress:
         done = sum(self._sizes.values())

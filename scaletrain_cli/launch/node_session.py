@@ -179,7 +179,16 @@ def open_session(
         if not is_open:  # nothing runs there
             process.terminate()
         process.stdin.close()  # the node's end then ends what it has started
-        _end(process)
+        assert process.stdout is not None
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         process.stdout.close()
 
 
@@ -187,19 +196,6 @@ def _show(data: bytes) -> None:
     """Show what the scheduler or the start-up files of the node print before the session."""
     with contextlib.suppress(OSError):
         os.write(2, data)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdout is not None
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)

@@ -218,23 +218,16 @@ def queue_preparation(spec: RunSpec, workers: int | None) -> tuple[PreparationJo
         tasks = math.ceil(workers / backend.preparation_cores(spec.cluster))
     name = f"prepare-{re.sub(r'[^a-z0-9]+', '-', spec.name.lower())[:40].strip('-')}-{secrets.token_hex(4)}"
     folder = make_datasets_folder(root) / f".{name}"
-    _store_secrets(folder, spec)
+    # A job of its own has no run directory; the job that completes the preparation removes them.
+    values = {key: os.environ[key] for key in spec.secret_env if key in os.environ}
+    if values and spec.cluster.traits.secrets_from_submitter:
+        make_folder(folder, parents=True)
+        create_file(RunDir(folder).secrets, json.dumps(values), private=True)
     try:
         return backend.queue_preparation(spec, name, folder, tasks), folder
     except ScaletrainError:
         forget_secrets(RunDir(folder))  # the job that would remove them was not queued
         raise
-
-
-def _store_secrets(folder: Path, spec: RunSpec) -> None:
-    """Store the values of ``secret_env`` that are set here in the folder of a job, which has no run directory.
-
-    The job that completes the preparation removes them.
-    """
-    values = {name: os.environ[name] for name in spec.secret_env if name in os.environ}
-    if values and spec.cluster.traits.secrets_from_submitter:
-        make_folder(folder, parents=True)
-        create_file(RunDir(folder).secrets, json.dumps(values), private=True)
 
 
 def _unseen(spec: RunSpec, folder: Path) -> Reason | None:

@@ -125,6 +125,8 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
     is_between = bool(_newest(events, "attempt-ended", "started", "resumed"))  # the next attempt records its steps lost
     files_seen = not is_elsewhere(run, record)
     nodes = read_node_records(run, last.number) if last is not None and last.ended is None else ()
+    event = _newest(events, "stragglers", "started", "resumed")
+    params = {name: event.get(name) for name in ("rank", "seconds", "others_seconds")}
     return RunStatus(
         run_id=record.run_id,
         name=record.spec.name,
@@ -147,7 +149,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
         job=job,
         measured=read_measured(run),
         goodput=run_goodput(run),
-        straggler=_straggler(events),
+        straggler=Reason("launch.straggler", params) if event and None not in params.values() else None,
         idle=idle_notice(run, time.time()) if job.may_be_active else None,
         starting=reason_from(start) if start and job.may_be_active else None,
         sweep=read_sweep_place(run),
@@ -414,13 +416,6 @@ def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
         if (newest and (validation or not evaluates)) or count > _LINES_SEARCHED:
             break
     return {**newest, **validation}
-
-
-def _straggler(events: Sequence[Mapping[str, Any]]) -> Reason | None:
-    """Return the straggler that the newest attempt has reported; None if it has recovered."""
-    event = _newest(events, "stragglers", "started", "resumed")
-    params = {name: event.get(name) for name in ("rank", "seconds", "others_seconds")}
-    return Reason("launch.straggler", params) if event and None not in params.values() else None
 
 
 def idle_notice(run: RunDir, now: float) -> Reason | None:

@@ -18,7 +18,6 @@ from scaletrain_cli.plan.result import (
     Rejection,
     RunPlan,
     Sanity,
-    TrainingStage,
 )
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
@@ -139,20 +138,6 @@ def differing(layouts: Sequence[Layout]) -> dict[str, str]:
     differ = [name for name, field in AXES.items() if len({getattr(layout, field) for layout in layouts}) > 1]
     axes = {_TITLES.get(name, name): AXES[name] for name in differ}
     return {**axes, "ZeRO": "zero_stage", "micro": "micro_batch_size", "recompute": "activation_checkpointing"}
-
-
-def stages_view(stages: Sequence[TrainingStage], parameters: int) -> RenderableType:
-    """Return a row for each training stage: steps, parameters that train, memory and step time."""
-    table = titled_table(("steps", "trained", "of all", "memory", "step"), "lrrrr")
-    for stage in stages:
-        table.add_row(
-            f"{whole_text(stage.first_step)} to {whole_text(stage.last_step)}",
-            count_text(stage.trainable_parameters),
-            f"{100 * stage.trainable_parameters / max(1, parameters):.3g} %",
-            bytes_text(stage.peak),
-            seconds_text(stage.step_seconds),
-        )
-    return table
 
 
 _VERDICT_STYLES = {"ok": "", "note": "cyan", "warning": "yellow"}
@@ -383,7 +368,16 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
         return  # times and costs of a layout that cannot run would mislead
     yield "Time", Group(time_view(spec, plan.time, bar, unicode, everything=everything), *range_lines(plan))
     if plan.training_stages:
-        yield "Stages", stages_view(plan.training_stages, plan.model.parameters)
+        table = titled_table(("steps", "trained", "of all", "memory", "step"), "lrrrr")
+        for stage in plan.training_stages:
+            table.add_row(
+                f"{whole_text(stage.first_step)} to {whole_text(stage.last_step)}",
+                count_text(stage.trainable_parameters),
+                f"{100 * stage.trainable_parameters / max(1, plan.model.parameters):.3g} %",
+                bytes_text(stage.peak),
+                seconds_text(stage.step_seconds),
+            )
+        yield "Stages", table
     yield "Network", escaped_text(_network(plan))
     yield "Durability", durability_view(spec, plan.durability)
     yield "Cost", cost_view(plan)

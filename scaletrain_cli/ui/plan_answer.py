@@ -128,21 +128,17 @@ def show_explanation(questions: Sequence[Question], console: Console | None = No
     arrow = "→" if supports_unicode(console) else "->"
     blocks: list[RenderableType] = ["", Text("Why this layout", "bold")]
     for number, question in enumerate(questions, 1):
-        blocks += ["", _numbered(number, f"{question.question}?")]
+        table = Table.grid(padding=0)
+        table.add_column(width=_INDENT, style="dim")
+        table.add_column(overflow="fold")
+        table.add_row(f"{number:>2}.", escaped_text(f"{question.question}?", "bold"))
+        blocks += ["", table]
         if question.rows:
             blocks.append(Padding(_arithmetic(question.rows), (0, 0, 0, _INDENT)))
         blocks.append(Padding(escaped_text(question.verdict_text, _ANSWER_STYLES[question.answer]), (0, 0, 0, _INDENT)))
         if question.follows:
             blocks.append(Padding(escaped_text(f"{arrow} {question.follows_text}"), (0, 0, 0, _INDENT)))
     show(console, Group(*blocks))
-
-
-def _numbered(number: int, question: str) -> RenderableType:
-    table = Table.grid(padding=0)
-    table.add_column(width=_INDENT, style="dim")
-    table.add_column(overflow="fold")
-    table.add_row(f"{number:>2}.", escaped_text(question, "bold"))
-    return table
 
 
 def _arithmetic(rows: Sequence[Row]) -> RenderableType:

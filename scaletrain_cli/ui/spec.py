@@ -29,6 +29,14 @@ def show_summary(spec: RunSpec, file: str, *, usable: bool, epochs: Reason | Non
 
 
 def _rows(spec: RunSpec, epochs: Reason | None) -> list[tuple[str, str]]:
+    cluster = spec.cluster
+    if isinstance(cluster.gpu, str):
+        device = "CPU process" if cluster.gpu == "cpu" else cluster.gpu
+    else:
+        device = f"{cluster.gpu.name} of {bytes_text(cluster.gpu.memory)}"
+    ranks = f"{spec.world_size} × {device}"
+    nodes = f" on {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    spot = ", spot" if cluster.spot else ""
     rows = [
         ("name", spec.name),
         ("model", model_text(spec)),
@@ -37,7 +45,7 @@ def _rows(spec: RunSpec, epochs: Reason | None) -> list[tuple[str, str]]:
         *(() if epochs is None else (("epochs", str(epochs)),)),
         ("training", training_text(spec)),
         ("layout", layout_text(spec)),
-        ("cluster", cluster_text(spec)),
+        ("cluster", f"{cluster.scheduler}, {ranks}{nodes}{spot}, {seconds_text(cluster.grace_seconds)} of grace"),
     ]
     if spec.env or spec.secret_env:
         rows.append(("env", ", ".join([*spec.env, *(f"{name} (secret)" for name in spec.secret_env)])))
@@ -126,15 +134,3 @@ def layout_text(spec: RunSpec) -> str:
         if value != getattr(usual, name)
     ]
     return f"{', '.join(pinned)}; the planner chooses the rest" if pinned else "chosen by the planner"
-
-
-def cluster_text(spec: RunSpec) -> str:
-    cluster = spec.cluster
-    if isinstance(cluster.gpu, str):
-        device = "CPU process" if cluster.gpu == "cpu" else cluster.gpu
-    else:
-        device = f"{cluster.gpu.name} of {bytes_text(cluster.gpu.memory)}"
-    ranks = f"{spec.world_size} × {device}"
-    nodes = f" on {cluster.nodes} nodes" if cluster.nodes > 1 else ""
-    spot = ", spot" if cluster.spot else ""
-    return f"{cluster.scheduler}, {ranks}{nodes}{spot}, {seconds_text(cluster.grace_seconds)} of grace"

@@ -186,7 +186,14 @@ def run_node(options: AgentOptions) -> int:
             watch.mirror.finish(failed=failed, seconds_left=watch.seconds_for_mirror, grace_seconds=grace_seconds)
         if submitting is not None:
             if node_exit_code(local_ranks.ranks, local_ranks.first_failure) == ExitCode.DONE:
-                _submit_last_evaluation(run, record, submitting)
+                # It is running already, so that this takes no longer than one answer of the scheduler.
+                from scaletrain_cli.launch.evaluate import record_left_evaluations
+
+                with contextlib.suppress(ScaletrainError, OSError):  # evaluations never change the end of training
+                    submitting.send_signal(LAST_LOOK_SIGNAL)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        submitting.wait(_LAST_SUBMISSION_SECONDS)
+                    record_left_evaluations(run, record)
             submitting.kill()
     finally:
         # Before the end is recorded: a process that reads it may start the next attempt on this node.
@@ -253,20 +260,6 @@ def _start_submitting_evaluations(
     except OSError as error:
         logger.warning("evaluations are not submitted from this node: %s", error)
         return None
-
-
-def _submit_last_evaluation(run: RunDir, record: RunRecord, submitting: subprocess.Popen[bytes]) -> None:
-    """Have the process submit the evaluation of the checkpoint that was committed last, and end; wait a short time.
-
-    It is running already, so that this takes no longer than one answer of the scheduler. Records what is left.
-    """
-    from scaletrain_cli.launch.evaluate import record_left_evaluations
-
-    with contextlib.suppress(ScaletrainError, OSError):  # evaluations never change the end of training
-        submitting.send_signal(LAST_LOOK_SIGNAL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            submitting.wait(_LAST_SUBMISSION_SECONDS)
-        record_left_evaluations(run, record)
 
 
 def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
@@ -429,20 +422,15 @@ def _listing(run: RunDir, code: CodeRecord) -> str:
     return text
 
 
-def _make_own(folder: Path) -> None:
-    """Create an empty folder in a parent that is private to this user. Raises WrongNodesError and OSError."""
-    parent = folder.parent
-    make_folder(parent, mode=0o700)
-    found = parent.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise WrongNodesError(Reason("node.code-folder-not-private", {"folder": str(parent)}))
-    shutil.rmtree(folder, ignore_errors=True)  # left by an agent that was killed
-    make_folder(folder, exist_ok=False)
-
-
 def _unpack(archive: Path, folder: Path) -> None:
     try:
-        _make_own(folder)
+        parent = folder.parent
+        make_folder(parent, mode=0o700)
+        found = parent.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise WrongNodesError(Reason("node.code-folder-not-private", {"folder": str(parent)}))
+        shutil.rmtree(folder, ignore_errors=True)  # left by an agent that was killed
+        make_folder(folder, exist_ok=False)
         with tarfile.open(archive, "r:gz") as packed:
             for entry in packed:  # regular files only; each is verified afterwards
                 path = folder / entry.name

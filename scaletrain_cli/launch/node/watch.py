@@ -303,7 +303,14 @@ class Watch:
                 with _logging_disk_errors("the cause could not be recorded"):
                     write_failure(self.run, self.options.attempt, f"{self.node}-rank-{rank.rank:05d}", failure)
         if rank is not None and rank.rank == self.local_ranks.first_failure and rank.signal is None:
-            self._check_disk(rank)
+            # The rank could not record the cause: its failure record needs disk space, too.
+            attempt = self.options.attempt
+            error = no_space(self.run.attempt(attempt))
+            if error and all(failure.rank != rank.rank for failure in read_failures(self.run, attempt)):
+                cause = Reason("node.disk-full", {"rank": rank.rank, "folder": str(self.run.path), "error": error})
+                code = ExitCode.DO_NOT_REQUEUE
+                self.disk_full = observed_failure("disk-full", cause, self.node, rank=rank.rank, exit_code=code)
+                logger.error("%s", self.disk_full.message)
         if rank is None or self.local_ranks.first_failure is None or self.ending or self.killed:
             return
         self._end_remaining(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}")
@@ -326,16 +333,6 @@ class Watch:
             return exit_code
         logger.info("a program ended with code %d after the preemption signal: it counts as preempted", exit_code)
         return int(ExitCode.PREEMPTED)
-
-    def _check_disk(self, rank: RankRecord) -> None:
-        """Record a full disk as the cause if the rank could not: its failure record needs disk space, too."""
-        attempt = self.options.attempt
-        error = no_space(self.run.attempt(attempt))
-        if error and all(failure.rank != rank.rank for failure in read_failures(self.run, attempt)):
-            cause = Reason("node.disk-full", {"rank": rank.rank, "folder": str(self.run.path), "error": error})
-            code = ExitCode.DO_NOT_REQUEUE
-            self.disk_full = observed_failure("disk-full", cause, self.node, rank=rank.rank, exit_code=code)
-            logger.error("%s", self.disk_full.message)
 
     def _end_remaining(self, why: str) -> None:
         self.ending = True

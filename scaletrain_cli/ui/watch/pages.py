@@ -9,7 +9,6 @@ from typing import Any
 from rich.text import Text
 
 from scaletrain_cli.diagnosis.hardware import Recent
-from scaletrain_cli.launch.node.record import NodeRecord
 from scaletrain_cli.launch.view import RunView, Shown
 from scaletrain_cli.text import bytes_text, counted, listed, percent_text, seconds_text
 from scaletrain_cli.ui import status as texts
@@ -23,22 +22,17 @@ _LEAST_CHART_ROWS = 6
 _TALL = 30
 
 
-def progress_bar(done: int, total: int, width: int, unicode: bool = True) -> Text:
-    """Return a bar with ``1,234 of 2,000 steps  61.7 %`` behind it."""
-    share = min(1.0, done / total) if total else 0.0
-    words = f" {done:,} of {total:,} steps  {100 * share:.1f} %"
-    cells = max(4, width - len(words))
-    full = int(cells * share)
-    filled, empty = ("━", "─") if unicode else ("#", "-")
-    return Text.assemble((filled * full, "bold green"), (empty * (cells - full), "dim"), words)
-
-
 def overview(view: RunView, choices: Choices, width: int, height: int, *, more: str = "page 6") -> Content:
     """Return the state, the loss, and a line for each figure; the chart takes the lines that are left.
 
     ``more``: where to see the findings that are not shown.
     """
-    bar = progress_bar(view.status.step, view.status.total_steps, width, choices.unicode)
+    share = min(1.0, view.status.step / view.status.total_steps) if view.status.total_steps else 0.0
+    words = f" {view.status.step:,} of {view.status.total_steps:,} steps  {100 * share:.1f} %"
+    cells = max(4, width - len(words))
+    full = int(cells * share)
+    filled, empty = ("━", "─") if choices.unicode else ("#", "-")
+    bar = Text.assemble((filled * full, "bold green"), (empty * (cells - full), "dim"), words)
     if not view.status.step_seen:
         bar = Text(texts.progress_text(view.status))
     lines = 2 if height >= _TALL else 1
@@ -379,7 +373,12 @@ def nodes_page(shown: Shown, choices: Choices, width: int, height: int) -> Conte
     hardware = shown.view.hardware
     lines: list[Text] = []
     for node in shown.nodes:
-        lines += wrapped(_node_state(node), width, indent=2)
+        alive = sum(rank.ended is None for rank in node.ranks)
+        ended = [f"rank {rank.rank} {rank.signal or f'exit {rank.exit_code}'}" for rank in node.ranks if rank.exit_code]
+        state = "running" if node.ended is None else f"ended with exit code {node.exit_code}"
+        text = Text.assemble((plain(node.name), "bold"), f"  {state}", style="red" if ended else "")
+        words = f"  {counted(len(node.ranks), 'rank')}" + (f", {alive} alive" if node.ended is None else "")
+        lines += wrapped(text.append(words + (f"; {', '.join(ended[:4])}" if ended else "")), width, indent=2)
     if not shown.nodes:
         lines.append(Text("no node has begun in the run directory", "dim"))
     if hardware is None:
@@ -390,15 +389,6 @@ def nodes_page(shown: Shown, choices: Choices, width: int, height: int) -> Conte
             rows = _table((title,), [(name,) for name in names], [series[name] for name in names], columns, width)
             lines += [Text(""), *rows]
     return Content(lines, [Text(_part(shown).lstrip("; "), "dim")] if _part(shown) else [])
-
-
-def _node_state(node: NodeRecord) -> Text:
-    alive = sum(rank.ended is None for rank in node.ranks)
-    ended = [f"rank {rank.rank} {rank.signal or f'exit {rank.exit_code}'}" for rank in node.ranks if rank.exit_code]
-    state = "running" if node.ended is None else f"ended with exit code {node.exit_code}"
-    text = Text.assemble((plain(node.name), "bold"), f"  {state}", style="red" if ended else "")
-    words = f"  {counted(len(node.ranks), 'rank')}" + (f", {alive} alive" if node.ended is None else "")
-    return text.append(words + (f"; {', '.join(ended[:4])}" if ended else ""))
 
 
 def _nothing(shown: Shown, width: int) -> list[Text]:

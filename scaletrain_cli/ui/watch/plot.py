@@ -83,7 +83,12 @@ def plot(
         canvas.level(place(left, value)[1], "dim")
     for line, points in zip(lines, known, strict=True):
         if line.mark:
-            for across, down in _apart([place(x, y) for x, y in points], canvas.cell_columns * _MARK_CELLS):
+            # The last point, and those before it that are far enough from the next one that is kept.
+            kept: list[tuple[int, int]] = []
+            for point in reversed([place(x, y) for x, y in points]):
+                if not kept or kept[-1][0] - point[0] >= (canvas.cell_columns * _MARK_CELLS):
+                    kept.append(point)
+            for across, down in kept:
                 canvas.put(across, down, line.mark, line.style)
         else:
             canvas.curve([place(x, y) for x, y in points], line.style, line.band_style or line.style)
@@ -117,15 +122,6 @@ def ceiling(values: Sequence[float]) -> float:
     likely = ordered[int(0.99 * len(ordered))]
     top = max(max(medians) + 0.5 * (max(medians) - low), likely + (likely - low) / 3)
     return top if ordered[-1] - low > 2 * (top - low) > 0 else math.inf
-
-
-def _apart(points: Sequence[tuple[int, int]], distance: int) -> list[tuple[int, int]]:
-    """Return the last point, and those before it that are at least ``distance`` from the next one that is kept."""
-    kept: list[tuple[int, int]] = []
-    for point in reversed(points):
-        if not kept or kept[-1][0] - point[0] >= distance:
-            kept.append(point)
-    return kept
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

@@ -62,7 +62,16 @@ def screen_lines(shown: Shown, choices: Choices, width: int, height: int) -> lis
     first = max(0, first)
     body = [*content.head, *content.body[first : first + room]]
     body += [Text("")] * (height - _FRAME_ROWS - len(body))
-    lines = [_headline(shown, width), _names(choices, width), *body, _foot(content, first, room, width)]
+    # The name of the shown page is in brackets, so that it is seen without colors.
+    text = Text()
+    for number, page in enumerate(PAGES, 1):
+        name = f"{number} {page}"
+        text.append(f"[{name}]" if page == choices.page else f" {name} ", "bold" if page == choices.page else "dim")
+    total = len(content.body)
+    where = "" if total <= room else f"lines {first + 1}-{min(total, first + room)} of {total}"
+    keys = cut(Text(_KEYS, "dim"), width - len(where) - 1)
+    keys.pad_right(width - len(where) - keys.cell_len)
+    lines = [_headline(shown, width), cut(text, width), *body, keys.append(where, "dim")]
     lines = [cut(line, width) for line in lines]
     return lines if choices.unicode else [_ascii(line) for line in lines]
 
@@ -107,23 +116,6 @@ def _headline(shown: Shown, width: int) -> Text:
     left = cut(left, width - len(clock) - 1)
     left.pad_right(width - len(clock) - left.cell_len)
     return left.append(clock, "dim")
-
-
-def _names(choices: Choices, width: int) -> Text:
-    """Return the names of the pages; that of the shown one is in brackets, so that it is seen without colors."""
-    text = Text()
-    for number, page in enumerate(PAGES, 1):
-        name = f"{number} {page}"
-        text.append(f"[{name}]" if page == choices.page else f" {name} ", "bold" if page == choices.page else "dim")
-    return cut(text, width)
-
-
-def _foot(content: Content, first: int, room: int, width: int) -> Text:
-    total = len(content.body)
-    where = "" if total <= room else f"lines {first + 1}-{min(total, first + room)} of {total}"
-    keys = cut(Text(_KEYS, "dim"), width - len(where) - 1)
-    keys.pad_right(width - len(where) - keys.cell_len)
-    return keys.append(where, "dim")
 
 
 _ASCII = str.maketrans("×→·•–≤°↑↓…", "x>-*-<\u0020^v.")

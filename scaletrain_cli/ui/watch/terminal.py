@@ -103,7 +103,17 @@ class Terminal:
         if not self._bytes and not self._receive(seconds):
             return None
         if self._bytes[:1] == b"\x1b":
-            return self._sequence()
+            if len(self._bytes) == 1:
+                self._receive(_REST_SECONDS)
+            if self._bytes[1:2] not in (b"[", b"O"):
+                self._bytes = self._bytes[1:]
+                return "escape"
+            end = 2
+            while end < len(self._bytes) and not 0x40 <= self._bytes[end] <= 0x7E:
+                end += 1
+            sequence = "[" + self._bytes[2 : end + 1].decode(errors="ignore")
+            self._bytes = self._bytes[end + 1 :]
+            return _SEQUENCES.get(sequence, "escape")
         first = self._bytes.decode(errors="ignore")[:1] or "?"
         self._bytes = self._bytes[max(1, len(first.encode())) :]
         return _NAMES.get(first, first)
@@ -115,20 +125,6 @@ class Terminal:
             raise SystemExit(0)
         self._bytes += data
         return bool(data)
-
-    def _sequence(self) -> str:
-        """Return the key of an escape sequence; ``escape`` for an unknown one."""
-        if len(self._bytes) == 1:
-            self._receive(_REST_SECONDS)
-        if self._bytes[1:2] not in (b"[", b"O"):
-            self._bytes = self._bytes[1:]
-            return "escape"
-        end = 2
-        while end < len(self._bytes) and not 0x40 <= self._bytes[end] <= 0x7E:
-            end += 1
-        sequence = "[" + self._bytes[2 : end + 1].decode(errors="ignore")
-        self._bytes = self._bytes[end + 1 :]
-        return _SEQUENCES.get(sequence, "escape")
 
     def _codes(self, line: Text, columns: int) -> str:
         text = line.copy()

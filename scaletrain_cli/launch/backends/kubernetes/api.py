@@ -265,7 +265,12 @@ class Cluster:
         path = kinds.POD.path(namespace, pod, "log")
         response = self._send("get", kinds.POD, path, query_params=query, read_seconds=read_seconds, by_node_of=pod)
         try:
-            yield from _lines(response.stream(1 << 16))
+            rest = b""
+            for chunk in response.stream(1 << 16):
+                *whole, rest = (rest + chunk).split(b"\n")
+                yield from (line.decode(errors="replace") for line in whole)
+            if rest:
+                yield rest.decode(errors="replace")
         except _transport_errors() as error:
             if not follow:  # a followed log may be silent; the follower repeats the request
                 raise self._silent_node(pod, error) from error
@@ -435,15 +440,6 @@ def _transport_errors() -> tuple[type[BaseException], ...]:
     import urllib3.exceptions
 
     return (urllib3.exceptions.HTTPError, OSError)
-
-
-def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
-    rest = b""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
-    if rest:
-        yield rest.decode(errors="replace")
 
 
 def _short(error: BaseException) -> str:

@@ -106,13 +106,6 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
 _FIRST_POD_GROUP = "scheduling.k8s.io/v1alpha2"
 
 
-def pod_group(spec: RunSpec, workload: names.Workload) -> dict[str, Any]:
-    """Return the PodGroup for the pods' schedulingGroup: no pod is bound before all can be."""
-    gang = {"schedulingPolicy": {"gang": {"minCount": spec.cluster.nodes}}}
-    group = NATIVE_POD_GROUP.object(metadata_of(spec, workload), gang)
-    return group if spec.cluster.kubernetes.native_gang == "auto" else {**group, "apiVersion": _FIRST_POD_GROUP}
-
-
 # A spot node on GKE has 30 s, of which the kubelet grants non-system pods about half.
 _GKE_SPOT_SECONDS = 15
 
@@ -235,7 +228,9 @@ def _unrenderable(spec: RunSpec) -> Iterator[Problem]:
 
 def _workload_objects(spec: RunSpec, workload: names.Workload, template: Object) -> Iterator[Object]:
     if spec.cluster.kubernetes.native_gang != "none":
-        yield pod_group(spec, workload)
+        gang = {"schedulingPolicy": {"gang": {"minCount": spec.cluster.nodes}}}
+        group = NATIVE_POD_GROUP.object(metadata_of(spec, workload), gang)
+        yield group if spec.cluster.kubernetes.native_gang == "auto" else {**group, "apiVersion": _FIRST_POD_GROUP}
     if workload.backend == "volcano":
         yield volcano_job(spec, workload, template)
     elif workload.backend == "trainjob":
@@ -251,21 +246,16 @@ def _missing(spec: RunSpec) -> Iterator[Problem]:
     if kubernetes.image is None:
         yield problem(spec, "image", reason("image-missing", guide=str(project_file("k8s/README.md"))))
     if kubernetes.runs.per_pod:
-        yield from _lost_with_the_pod(spec)
+        if spec.cluster.nodes > 1:
+            yield problem(spec, "runs.per_pod", reason("per-pod-gang", nodes=spec.cluster.nodes), "true")
+        dotted, folder = "checkpoint.dir", PurePosixPath(spec.checkpoint.dir)
+        volumes = [volume.path for volume in spec.cluster.kubernetes.volumes if not volume.read_only]
+        is_kept = folder.is_absolute() and any(map(folder.is_relative_to, volumes))
+        if spec.env.get(ONLY) is None and not is_kept and not spec.keeps_run_in_mirror:
+            lost = reason("checkpoints-lost", volumes=volumes) if volumes else reason("checkpoints-lost-no-volume")
+            yield Problem.because(spec.where(dotted), dotted, lost, spec.checkpoint.dir)
     elif kubernetes.runs.claim is None:
         yield problem(spec, "runs.claim", reason("runs-claim-missing"))
-
-
-def _lost_with_the_pod(spec: RunSpec) -> Iterator[Problem]:
-    """Yield why a run cannot keep its directory on a volume that is deleted with its pod."""
-    if spec.cluster.nodes > 1:
-        yield problem(spec, "runs.per_pod", reason("per-pod-gang", nodes=spec.cluster.nodes), "true")
-    dotted, folder = "checkpoint.dir", PurePosixPath(spec.checkpoint.dir)
-    volumes = [volume.path for volume in spec.cluster.kubernetes.volumes if not volume.read_only]
-    is_kept = folder.is_absolute() and any(map(folder.is_relative_to, volumes))
-    if spec.env.get(ONLY) is None and not is_kept and not spec.keeps_run_in_mirror:
-        lost = reason("checkpoints-lost", volumes=volumes) if volumes else reason("checkpoints-lost-no-volume")
-        yield Problem.because(spec.where(dotted), dotted, lost, spec.checkpoint.dir)
 
 
 def _config_map(spec: RunSpec, workload: names.Workload, documents: Mapping[str, str | bytes]) -> Object:

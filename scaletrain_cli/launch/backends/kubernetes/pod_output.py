@@ -188,7 +188,11 @@ class PodOutput:
         with contextlib.suppress(OSError):
             for path in filter(Path.exists, self._paths):
                 while part := self._next_part(path, whole_lines):
-                    self._print(path, part)
+                    match = _RANK.search(path.name)
+                    name = f"rank {int(match[1])}: " if match else ""
+                    text = b"".join(name.encode() + line + b"\n" for line in part.splitlines())
+                    while text:
+                        text = text[os.write(self._stream, text) :]
 
     def _next_part(self, path: Path, whole_lines: bool) -> bytes:
         with path.open("rb") as file:
@@ -198,10 +202,3 @@ class PodOutput:
             data = data[: data.rfind(b"\n") + 1]
         self._read[path] = self._read.get(path, 0) + len(data)
         return data
-
-    def _print(self, path: Path, part: bytes) -> None:
-        match = _RANK.search(path.name)
-        name = f"rank {int(match[1])}: " if match else ""
-        text = b"".join(name.encode() + line + b"\n" for line in part.splitlines())
-        while text:
-            text = text[os.write(self._stream, text) :]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
 from scaletrain_cli.launch.backends.slurm.queue import job_state
 from scaletrain_cli.launch.backends.slurm.site import Site
-from scaletrain_cli.launch.backends.slurm.tables import AT_LEAST, Limit, Node, gpus, moment, resource_in_words
+from scaletrain_cli.launch.backends.slurm.tables import AT_LEAST, Node, gpus, moment, resource_in_words
 from scaletrain_cli.reasons import Reason
 
 # Answers to `squeue --format=QUEUE`: job, user, state, reason, priority, nodes, GPUs per node, start, partition, name.
@@ -24,7 +24,17 @@ def make_view(site: Site, queue: str) -> ClusterView:
         cluster=site.config.get("ClusterName", ""),
         gpus=_gpu_rows(site.nodes),
         nodes=tuple(NodesRow(state, count) for state, count in Counter(node.state for node in site.nodes).items()),
-        quotas=_quotas(site.limits),
+        quotas=tuple(
+            QuotaRow(
+                limit.owner,
+                limit.kind,
+                "time of a job, seconds" if limit.resource == "seconds" else resource_in_words(limit.resource),
+                limit.allowed,
+                limit.used,
+            )
+            for limit in site.limits
+            if limit.kind != AT_LEAST
+        ),
         queue=_mine(rows, site.user),
         others_running=sum(row[2] in _RUNNING for row in others),
         others_queued=sum(row[2] == "PENDING" for row in others),
@@ -53,20 +63,6 @@ def _gpu_rows(nodes: Sequence[Node]) -> tuple[GpuRow, ...]:
             )
         )
     return tuple(found)
-
-
-def _quotas(limits: Sequence[Limit]) -> tuple[QuotaRow, ...]:
-    return tuple(
-        QuotaRow(
-            limit.owner,
-            limit.kind,
-            "time of a job, seconds" if limit.resource == "seconds" else resource_in_words(limit.resource),
-            limit.allowed,
-            limit.used,
-        )
-        for limit in limits
-        if limit.kind != AT_LEAST
-    )
 
 
 def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:

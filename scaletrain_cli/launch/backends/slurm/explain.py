@@ -101,7 +101,15 @@ def how_it_ended(job_id: str, log: Path) -> Iterator[Evidence]:
         if fields:
             yield Evidence(f"scontrol show job {job_id}", _listed(fields, names))
         else:
-            yield from _accounting_evidence(job_id)
+            command = ["sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "State,ExitCode,NodeList,Start,End"]
+            try:
+                rows = call_slurm(command).stdout.splitlines()
+            except SchedulerError:
+                rows = []
+            if not rows:
+                yield Evidence.because("Slurm", Reason("slurm.no-accounting", {"job": job_id}))
+            for row in rows[-3:]:
+                yield Evidence(f"sacct -j {job_id}", row.replace("|", ", "))
     except SchedulerError as error:
         yield Evidence.because("Slurm", error.reason or recorded(error.message))
     if text := last_error(log):
@@ -140,18 +148,6 @@ def _nodes_of(partition: str) -> Iterator[Evidence]:
         usable = sum(int(count) for count, state in rows if is_usable(state))
         why = Reason("slurm.nodes-by-state", {"counts": counts, "usable": usable})
         yield Evidence.because(f"sinfo, partition {partition}", why)
-
-
-def _accounting_evidence(job_id: str) -> Iterator[Evidence]:
-    command = ["sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "State,ExitCode,NodeList,Start,End"]
-    try:
-        rows = call_slurm(command).stdout.splitlines()
-    except SchedulerError:
-        rows = []
-    if not rows:
-        yield Evidence.because("Slurm", Reason("slurm.no-accounting", {"job": job_id}))
-    for row in rows[-3:]:
-        yield Evidence(f"sacct -j {job_id}", row.replace("|", ", "))
 
 
 def _listed(fields: dict[str, str], names: tuple[str, ...]) -> str:

@@ -42,7 +42,8 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
     except SchedulerSilentError:
         raise
     except SchedulerError as error:
-        if not _may_start_anyway(spec, error):
+        slurm, said = spec.cluster.slurm, "" if error.reason is None else str(error.reason.params.get("said", ""))
+        if not (_NOT_AVAILABLE in said and slurm.constraint is None and not slurm.extra):
             raise with_key(spec, error) from error
         refused = Reason("slurm.note-test-refused", {"said": _NOT_AVAILABLE})
         return PreflightResult(Start(None, Reason("slurm.no-estimate")), (*verdict.notes, refused))
@@ -52,16 +53,6 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
         start = Start(None, Reason("slurm.start-on-hold"))
     shared = unshared_notes(runs_root(), spec.cluster.nodes)
     return PreflightResult(start, (*verdict.notes, *shared, *map(recorded, messages)))
-
-
-def _may_start_anyway(spec: RunSpec, error: SchedulerError) -> bool:
-    """Return whether sbatch may accept the job that `sbatch --test-only` refused, since the nodes fit the spec.
-
-    Slurm 22.05 refuses a nodelist with fewer nodes than the job, and every job for seconds after a restart of the
-    controller, when the nodes are not registered yet.
-    """
-    slurm, said = spec.cluster.slurm, "" if error.reason is None else str(error.reason.params.get("said", ""))
-    return _NOT_AVAILABLE in said and slurm.constraint is None and not slurm.extra
 
 
 # "sbatch: Job 12 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main". Since 25.05

@@ -233,25 +233,19 @@ def submit_job(run: RunDir, record: RunRecord, script: str) -> str:
         rows = [row for row in _rows_of_run(run, secrets) if row.comment == comment and row.state != "ended"]
         return rows[-1].job_id if rows else None
 
-    try:
-        return queue_script(path, comment, *_dependency(run), without=secrets)
-    except SchedulerSilentError as error:
-        return lost_job(run.run_id, error, find)
-
-
-def _dependency(run: RunDir) -> list[str]:
-    """Return the dependencies: on the preparation of the data, and of a sweep's run on the job before it in its lane.
-
-    A resumed run does not wait for another one. Slurm deletes the job if the data could not be prepared.
-    """
-    preparation = read_job(preparation_folder(run))
-    found = [] if preparation is None else [f"afterok:{preparation.job_id}"]
-    options = ["--kill-on-invalid-dep=yes"] if found else []
-    place = read_sweep_place(run)
+    # On the preparation of the data (Slurm deletes the job if that fails), and of a sweep's run on the job before it in
+    # its lane; a resumed run does not wait for another one.
+    preparation, place = read_job(preparation_folder(run)), read_sweep_place(run)
+    after = [] if preparation is None else [f"afterok:{preparation.job_id}"]
+    options = ["--kill-on-invalid-dep=yes"] if after else []
     if place is not None and place.after is not None and read_submission(run) is None:
         before = read_submission(RunDir(run.path.parent / place.after))
-        found += [f"afterany:{before.job_id}"] if before is not None else []
-    return [f"--dependency={','.join(found)}", *options] if found else []
+        after += [f"afterany:{before.job_id}"] if before is not None else []
+    depends = [f"--dependency={','.join(after)}", *options] if after else []
+    try:
+        return queue_script(path, comment, *depends, without=secrets)
+    except SchedulerSilentError as error:
+        return lost_job(run.run_id, error, find)
 
 
 # ---- cancel ----------------------------------------------------------------------------------------------------------
@@ -263,7 +257,11 @@ def cancel_jobs(run: RunDir) -> None:
     This applies to every job of the run, also one whose id was never received. Slurm's permission is checked first: if
     it refuses, no stop file is written. Raises SchedulerError.
     """
-    active = [row for row in _rows_to_cancel(run) if row.state != "ended"]
+    # By the mark in their comments, and the latest by id: sites may rewrite comments.
+    rows, job_id = _rows_of_run(run), _latest_id(run)
+    if job_id and all(row.job_id != job_id for row in rows):
+        rows += _rows_by_id([job_id]).values()
+    active = [row for row in rows if row.state != "ended"]
     if read_job(preparation_folder(run)) is not None:
         cancel_preparation(preparation_name(run))
     running = [row for row in active if row.state in ("running", "suspended", "unknown")]
@@ -272,7 +270,11 @@ def cancel_jobs(run: RunDir) -> None:
             _require_permission(row, run)
     for row in running:
         if row.state == "suspended":  # a stopped process cannot save, and Slurm would kill it without continuing it
-            _resume_suspended(row, run)
+            try:
+                call_slurm(["scontrol", "resume", row.job_id])
+            except SchedulerError as error:
+                params = {"job": row.job_id, "run": run.run_id, "failure": cause_of(error)}
+                raise SchedulerError(Reason("slurm.cannot-resume-suspended", params)) from error
     for row in active:
         if row.state == "queued":
             call_slurm(["scancel", row.job_id])
@@ -293,14 +295,6 @@ def cancel_jobs(run: RunDir) -> None:
         forget_secrets(run)
 
 
-def _rows_to_cancel(run: RunDir) -> list[JobRow]:
-    """Return the run's jobs by the mark in their comments, and the latest by id: sites may rewrite comments."""
-    rows, job_id = _rows_of_run(run), _latest_id(run)
-    if job_id and all(row.job_id != job_id for row in rows):
-        rows += _rows_by_id([job_id]).values()
-    return rows
-
-
 def _require_permission(row: JobRow, run: RunDir) -> None:
     """Raise SchedulerError unless this user may signal the job. Sends SIGCONT, which running processes ignore."""
     try:
@@ -308,15 +302,6 @@ def _require_permission(row: JobRow, run: RunDir) -> None:
     except SchedulerError as error:
         params = {"job": row.job_id, "run": run.run_id, "user": row.user, "failure": cause_of(error)}
         raise SchedulerError(Reason("slurm.job-of-other-user", params)) from error
-
-
-def _resume_suspended(row: JobRow, run: RunDir) -> None:
-    """Resume a suspended job. Raises SchedulerError if only an operator may do that."""
-    try:
-        call_slurm(["scontrol", "resume", row.job_id])
-    except SchedulerError as error:
-        params = {"job": row.job_id, "run": run.run_id, "failure": cause_of(error)}
-        raise SchedulerError(Reason("slurm.cannot-resume-suspended", params)) from error
 
 
 # ---- squeue and sacct ------------------------------------------------------------------------------------------------

@@ -39,7 +39,15 @@ def environment_lines(spec: RunSpec) -> Iterator[str]:
     yield '    case "$name" in'
     # The agents read the values of secrets from the run directory.
     yield f"    {'|'.join([TOKEN, *spec.secret_env])}) ;;"
-    yield from _patterns(spec)
+    # In lines of readable length.
+    names = PASSED_ON - {TOKEN} - (_NOT_IN_CONTAINERS if spec.cluster.slurm.container is not None else set())
+    line = "    "
+    for pattern in [*_FAMILIES, *sorted(names)]:
+        if len(line) + len(pattern) > 110:
+            yield f"{line}\\"
+            line = "    "
+        line += f"{pattern}|"
+    yield f"{line.removesuffix('|')}) continue ;;"
     yield "    esac"
     yield '    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name")'
     yield "done < <(env -0)"
@@ -60,18 +68,6 @@ def module_lines(spec: RunSpec) -> Iterator[str]:
         yield f". {words} || {{ echo 'cluster.slurm.activate could not be sourced' >&2; exit 4; }}"
     if slurm.modules or slurm.activate is not None:
         yield "keep_absolute PATH PYTHONPATH"
-
-
-def _patterns(spec: RunSpec) -> Iterator[str]:
-    """Yield the allowed names as a case pattern, in lines of readable length."""
-    names = PASSED_ON - {TOKEN} - (_NOT_IN_CONTAINERS if spec.cluster.slurm.container is not None else set())
-    line = "    "
-    for pattern in [*_FAMILIES, *sorted(names)]:
-        if len(line) + len(pattern) > 110:
-            yield f"{line}\\"
-            line = "    "
-        line += f"{pattern}|"
-    yield f"{line.removesuffix('|')}) continue ;;"
 
 
 # These override the image's values. All others keep the image's values; the agent sets those of the ranks.
@@ -271,7 +267,11 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
     yield from _beside("job watch-reservation")
     yield "fi"
     if len(sizes) > 1 and spec.cluster.node_range is not None and spec.cluster.node_range.grow:
-        yield from _growth_lines(sizes[-1])
+        look = "look for idle ones, and stop the ranks if a restart pays."
+        yield f"# While the run has fewer nodes than it could use: {look}"  # the attempt does not depend on what looks
+        yield f'if [ "$nodes" -lt {sizes[-1]} ]; then'
+        yield from _beside("growth")
+        yield "fi"
     if exchanges:
         yield "# What lost nodes leave of the step would last until Slurm notices them."
         yield 'abandoned=$run/attempts/$(printf %04d "$attempt")/abandoned'
@@ -310,14 +310,6 @@ def _freed_memory(spec: RunSpec, run_folder: Path) -> Iterator[str]:
         yield '    --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\'
         yield f"    rm -rf -- {shlex.quote(str(copies_folder(RunDir(run_folder))))} 2>/dev/null &"
         yield "wait $!"
-
-
-def _growth_lines(largest: int) -> Iterator[str]:
-    """Yield lines that start the process that looks for more idle nodes; the attempt does not depend on it."""
-    yield "# While the run has fewer nodes than it could use: look for idle ones, and stop the ranks if a restart pays."
-    yield f'if [ "$nodes" -lt {largest} ]; then'
-    yield from _beside("growth")
-    yield "fi"
 
 
 def _beside(module: str) -> Iterator[str]:
