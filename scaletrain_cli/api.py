@@ -42,6 +42,7 @@ from scaletrain_cli.launch.epochs import in_steps
 from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.hub_fetch import FetchProgress
+from scaletrain_cli.launch.job import submitted_before
 from scaletrain_cli.launch.logs import LogLine, fetched_logs, read_logs
 from scaletrain_cli.launch.preparation import Choice, prepare_data
 from scaletrain_cli.launch.prepared_submission import RenderedJob, rendered_job
@@ -52,7 +53,6 @@ from scaletrain_cli.launch.resume import resume as resume_run
 from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.launch.shared_folder import disk_space_notes
 from scaletrain_cli.launch.status import is_over, run_status
-from scaletrain_cli.launch.submission import submitted_before
 from scaletrain_cli.launch.submit import changes_since_sent, require_run_id
 from scaletrain_cli.plan import RunPlan, make_plan
 from scaletrain_cli.reasons import Reason

@@ -32,8 +32,7 @@ def setup(
 
     Repeat it after an update, or if the connection was cut. Nothing is done if the same is there already.
     """
-    from scaletrain_cli.launch.login_node.installation import install
-    from scaletrain_cli.launch.login_node.ssh import COMMAND_OF_SETUP
+    from scaletrain_cli.launch.login_node.ssh import COMMAND_OF_SETUP, install
     from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
     from scaletrain_cli.spec.clusters_file import choose_cluster, clusters_file
 

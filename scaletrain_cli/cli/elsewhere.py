@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from scaletrain_cli import __version__
 from scaletrain_cli.cli.app import CommandLine, parsed
 from scaletrain_cli.cli.options import seconds_of
-from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError, sentences
-from scaletrain_cli.launch.view_switch import await_files
+from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import can_be_replaced, replace_file
 from scaletrain_cli.sent_run import sent
@@ -30,12 +29,11 @@ from scaletrain_cli.sent_run import sent
 if TYPE_CHECKING:
     from scaletrain_cli.launch.code import Snapshot
     from scaletrain_cli.launch.login_node.sent_runs import SentRun
+    from scaletrain_cli.launch.run_status import RunStatus
     from scaletrain_cli.launch.view_elsewhere import LinesOnce, ViewEnd
-    from scaletrain_cli.launch.view_switch import NowReachableError
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
     from scaletrain_cli.spec.clusters_file import Cluster, LoginNode
-
 
 _WITH_SPEC = ("submit", "rehearse", "validate", "preflight")
 _OF_RUNS = (
@@ -488,3 +486,31 @@ def _output(line: CommandLine) -> Path | None:
     if output is not None and not can_be_replaced(output):
         raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
     return output
+
+
+class NowReachableError(ScaletrainError):
+    """The files of a run, whose view began while none of its pods ran, can be read now. ``lines``: already shown."""
+
+    def __init__(self, lines: int = 0) -> None:
+        super().__init__(Reason("launch.view-now"))
+        self.lines = lines
+
+
+_awaited = False
+
+
+def await_files(value: bool) -> None:
+    """Let switch_if_reachable() end views of this process, or not."""
+    global _awaited
+    _awaited = value
+
+
+def switch_if_reachable(status: RunStatus, lines: int = 0) -> None:
+    """Raise NowReachableError if a view that waits for the files of its run can read them: its pods run, or it is over.
+
+    ``lines``: those that the view has printed.
+    """
+    from scaletrain_cli.launch.run_status import OVER
+
+    if _awaited and not status.files_seen and (status.state == "running" or status.state in OVER):
+        raise NowReachableError(lines)

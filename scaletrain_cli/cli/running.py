@@ -15,11 +15,10 @@ from typing import Any
 import typer
 
 from scaletrain_cli.cli.app import app, verb_words
-from scaletrain_cli.cli.elsewhere import run_on_login_node, run_on_volume
+from scaletrain_cli.cli.elsewhere import NowReachableError, run_on_login_node, run_on_volume
 from scaletrain_cli.cli.options import MEANINGS
 from scaletrain_cli.errors import DeclinedError, ExitCode, Problem, ScaletrainError
 from scaletrain_cli.full_disk import is_full
-from scaletrain_cli.launch.view_switch import NowReachableError
 from scaletrain_cli.ui.json import envelope_text, forget_answer
 from scaletrain_cli.unexpected import error_of_bug, error_of_system, known_error
 

@@ -377,8 +377,7 @@ def _plan_points(
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.code import take_snapshot
     from scaletrain_cli.launch.epochs import in_counted_steps, size_to_count
-    from scaletrain_cli.launch.node_sizes import plan_run
-    from scaletrain_cli.launch.submit import new_run_id
+    from scaletrain_cli.launch.submit import new_run_id, plan_run
     from scaletrain_cli.launch.sweep import Point, point_ids
 
     found: list[Point] = []

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scaletrain_cli.cli.elsewhere import switch_if_reachable
 from scaletrain_cli.cli.options import AsJson, RunOrNewest
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.view_switch import switch_if_reachable
 from scaletrain_cli.rundir.paths import RunDir, find_run_or_newest
 from scaletrain_cli.ui.json import print_json, stream_json
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from scaletrain_cli.data.stages import samples_by_source
 from scaletrain_cli.errors import InfeasibleError, Problem, ScaletrainError, SpecError, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.node_sizes import plan_run
 from scaletrain_cli.launch.preparation import (
     Choice,
     find_prepared_data,
@@ -22,6 +21,7 @@ from scaletrain_cli.launch.preparation import (
     sizes_of_datasets,
 )
 from scaletrain_cli.launch.resource_checks.checks import require_external
+from scaletrain_cli.launch.submit import plan_run
 from scaletrain_cli.plan.data_size import DataSize, data_size, is_seen, validation_from_training
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import runs_root

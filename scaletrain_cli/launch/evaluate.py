@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from scaletrain_cli.errors import InfeasibleError, ScaletrainError, UsageError, sentences
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.job import read_submission
 from scaletrain_cli.launch.status import is_over, run_status
-from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.launch.submit import LONGEST_RUN_ID, create_run, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason

@@ -17,12 +17,11 @@ from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.dataset_checks import require_same_data
 from scaletrain_cli.launch.epochs import in_steps
 from scaletrain_cli.launch.hub_fetch import FetchProgress
-from scaletrain_cli.launch.node_sizes import PlannedRun, plan_run
+from scaletrain_cli.launch.job import Submission, submitted_before, undone_if_refused
 from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data
 from scaletrain_cli.launch.resource_checks.checks import require_external
 from scaletrain_cli.launch.shared_folder import disk_space_notes
-from scaletrain_cli.launch.submission import Submission, submitted_before, undone_if_refused
-from scaletrain_cli.launch.submit import CreatedRun, create_run, make_record, submit_run
+from scaletrain_cli.launch.submit import CreatedRun, PlannedRun, create_run, make_record, plan_run, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document

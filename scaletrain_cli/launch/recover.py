@@ -15,11 +15,10 @@ from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts, read_st
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.exit_classification import ExitReason
-from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.job import Job, read_submission
 from scaletrain_cli.launch.restart import automatic_submissions
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import unreported_end, why_ended
-from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.mirror_state import read_superseded

@@ -19,9 +19,8 @@ from pathlib import Path
 from scaletrain_cli.errors import ScaletrainError, SchedulerError, UsageError
 from scaletrain_cli.launch.attempts import newest_checkpoint_step
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.job import Job, scheduler_of_job
 from scaletrain_cli.launch.status import run_status
-from scaletrain_cli.launch.submission import scheduler_of_job
 from scaletrain_cli.launch.submit import submit_lock
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Pruning, committed_folders, plan_pruning, take_inventory

@@ -18,9 +18,8 @@ from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.launch.attempts import newest_checkpoint_step
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
-from scaletrain_cli.launch.node_sizes import plan_run
-from scaletrain_cli.launch.submission import read_submission
-from scaletrain_cli.launch.submit import plan_for_engine
+from scaletrain_cli.launch.job import read_submission
+from scaletrain_cli.launch.submit import plan_for_engine, plan_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_events, read_rollbacks

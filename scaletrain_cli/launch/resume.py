@@ -20,11 +20,10 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.branch import Branch
 from scaletrain_cli.launch.code import remove_snapshot, write_snapshot
 from scaletrain_cli.launch.hub_fetch import fetch_to_shared_cache, resolve_commits
-from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.job import Job, Submission, scheduler_of_job, undone_if_refused
 from scaletrain_cli.launch.replan import SCHEDULE_EVENT, SCHEDULE_KEYS, Resize, continues_after_early_stop
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import has_finished, why_ended
-from scaletrain_cli.launch.submission import Submission, scheduler_of_job, undone_if_refused
 from scaletrain_cli.launch.submit import keep_secrets, submit_lock, submit_prepared
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid

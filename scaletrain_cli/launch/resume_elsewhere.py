@@ -13,7 +13,7 @@ from pathlib import Path
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch.attempts import close_unended
 from scaletrain_cli.launch.mirroring import is_known_over
-from scaletrain_cli.launch.node_sizes import plan_run
+from scaletrain_cli.launch.submit import plan_run
 from scaletrain_cli.mirror.claims import Claim, make_claim, new_claim, own_claim, read_claims
 from scaletrain_cli.mirror.object_store import open_store, store_variables
 from scaletrain_cli.mirror.restore import (

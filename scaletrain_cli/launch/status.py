@@ -18,10 +18,9 @@ from scaletrain_cli.launch.attempts import (
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for, failures_of_plugin
 from scaletrain_cli.launch.exit_classification import ExitReason
-from scaletrain_cli.launch.job import Job, job_from
+from scaletrain_cli.launch.job import Job, job_from, open_request, read_submission
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.run_status import DAMAGED, OVER, RunState, RunStatus
-from scaletrain_cli.launch.submission import open_request, read_submission
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import reporting_damage
 from scaletrain_cli.rundir.evaluations import measures_in

@@ -32,7 +32,8 @@ from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch_to_shared_cache, resolve_commits
-from scaletrain_cli.launch.submission import Request, Submission, open_request, read_submission, undone_if_refused
+from scaletrain_cli.launch.job import Request, Submission, open_request, read_submission, undone_if_refused
+from scaletrain_cli.plan.reliability.node_sizes import NodeSize
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document, write_document
@@ -41,8 +42,10 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import forget_job, preparation_folder
 from scaletrain_cli.rundir.record import (
     RunRecord,
+    add_revision,
     read_first_record,
     read_record,
+    read_size_plans,
     require_own_checkpoints,
     require_own_run,
     write_record,
@@ -60,11 +63,15 @@ if TYPE_CHECKING:
 def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:
     """Return the plan. Raises InfeasibleError for a run that can be planned but not run by this engine."""
     from scaletrain_cli.launch.calibration import read_measurements
-    from scaletrain_cli.plan import make_plan, submittable
+    from scaletrain_cli.plan import make_plan
 
-    plan = make_plan(spec, read_measurements(spec))
-    broken = submittable(spec, plan)
-    if broken:
+    return _runnable(spec, make_plan(spec, read_measurements(spec)), file)
+
+
+def _runnable(spec: RunSpec, plan: RunPlan, file: Path | str) -> RunPlan:
+    from scaletrain_cli.plan import submittable
+
+    if broken := submittable(spec, plan):
         problems = tuple(rule.problem(spec.where(rule.key)) for rule in broken)
         raise InfeasibleError(Reason("runs.not-runnable", {"file": str(file)}), problems)
     return plan
@@ -425,3 +432,68 @@ def in_format(backend: Backend, text: str, output: str) -> str:
         return json.dumps(whole, indent=1) + "\n"
     params = {"requested": output, "scheduler": backend.traits.display_name, "format": usual}
     raise UsageError(Reason("runs.output-format", params))
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The run on its largest usable size, with its plan; ``sizes``: every size of the range, empty without a range."""
+
+    spec: RunSpec
+    plan: RunPlan
+    sizes: tuple[NodeSize, ...] = ()
+
+    @property
+    def size_plans(self) -> Mapping[int, RunPlan]:
+        """Return the plans of the sizes on which an attempt may start, by number of nodes, fewest first.
+
+        Empty if there is one size only: the job is then the same as without a range.
+        """
+        from scaletrain_cli.plan.reliability.node_sizes import usable_plans
+
+        found = usable_plans(self.sizes)
+        return found if len(found) > 1 else {}
+
+
+def plan_run(spec: RunSpec, file: Path | str) -> PlannedRun:
+    """Return the plans of a run for the engine. Raises InfeasibleError if it cannot run on the fewest nodes."""
+    if spec.cluster.node_range is None:
+        return PlannedRun(spec, plan_for_engine(spec, file))
+    from scaletrain_cli.launch.calibration import read_measurements
+    from scaletrain_cli.plan.planning import plan_or_raise
+    from scaletrain_cli.plan.reliability.node_sizes import at_size, least_size_problem, plan_sizes, usable_sizes
+
+    measurements = read_measurements(spec)
+    sizes = plan_sizes(spec, lambda one: _runnable(one, plan_or_raise(one, measurements, compared=False), file))
+    if (problem := least_size_problem(spec, sizes)) is not None:
+        raise InfeasibleError(Reason("runs.not-runnable", {"file": str(file)}), (problem,))
+    largest = at_size(spec, usable_sizes(sizes)[-1])
+    return PlannedRun(largest, plan_for_engine(largest, file), sizes)
+
+
+def take_size(run: RunDir, record: RunRecord, nodes: int, job_id: str) -> RunRecord:
+    """Return the record with the plan for ``nodes`` nodes, one of ``record.sizes``; written as a revision if it is new.
+
+    Raises UsageError if the run was changed by someone else meanwhile.
+    """
+    if record.spec.cluster.nodes == nodes:
+        return record
+    from scaletrain_cli.plan.reliability.node_sizes import at_size
+
+    plan = read_size_plans(run, record)[nodes]
+    with submit_lock(run):
+        if read_record(run).revision != record.revision:
+            raise UsageError(Reason("launch.resume-resized-meanwhile", {"run": run.run_id}))
+        before = record.spec.cluster.nodes
+        revised = add_revision(run, record, at_size(record.spec, nodes), plan, ())
+        why = Reason("launch.resized", {"job": job_id, "nodes": nodes, "before": before, "sizes": list(record.sizes)})
+        record_event(
+            run,
+            "resized",
+            nodes=nodes,
+            before=before,
+            revision=revised.revision,
+            job_id=job_id,
+            why=str(why),
+            **why.to_document(),
+        )
+    return revised

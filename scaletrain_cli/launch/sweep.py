@@ -10,11 +10,11 @@ from typing import Any
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.cancel import cancel
+from scaletrain_cli.launch.job import Submission, open_request, read_submission, undone_if_refused
 from scaletrain_cli.launch.preparation import PreparedData
 from scaletrain_cli.launch.prepared_submission import PreparedSubmission, SubmittedRun
 from scaletrain_cli.launch.run_status import OVER, RunStatus
 from scaletrain_cli.launch.status import exit_code_of, is_over, run_statuses
-from scaletrain_cli.launch.submission import Submission, open_request, read_submission, undone_if_refused
 from scaletrain_cli.launch.submit import CreatedRun, submit_run, submit_together
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import RunDir, Sweep, SweepPlace, read_sweep_place, write_sweep_place

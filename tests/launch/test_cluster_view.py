@@ -7,7 +7,7 @@ import pytest
 
 from scaletrain_cli.launch.backends.cluster_view import GpuRow, NodesRow
 from scaletrain_cli.launch.backends.local.backend import LocalBackend, local_view
-from scaletrain_cli.launch.backends.slurm.cluster_view import make_view
+from scaletrain_cli.launch.backends.slurm.explain import make_view
 from scaletrain_cli.launch.backends.slurm.tables import limits_of
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.ui.tables import show_cluster

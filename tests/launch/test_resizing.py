@@ -13,9 +13,9 @@ import pytest
 
 from scaletrain_cli.errors import InfeasibleError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch import resume as resumption
+from scaletrain_cli.launch.job import read_submission
 from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import resume
-from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.plan import RunPlan, make_plan
 from scaletrain_cli.rundir.journal import record_event

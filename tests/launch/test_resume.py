@@ -4,10 +4,9 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
-from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.job import Job, read_submission
 from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import inspect_resume, resume
-from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import append_line, read_events, record_event

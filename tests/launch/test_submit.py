@@ -17,8 +17,7 @@ from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.base import Backend, PreflightResult, Start
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import code_hash
-from scaletrain_cli.launch.job import Job
-from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.job import Job, read_submission
 from scaletrain_cli.launch.submit import create_run, new_run_id, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import recorded

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.cli.app import parsed
+from scaletrain_cli.cli.elsewhere import NowReachableError, await_files, switch_if_reachable
 from scaletrain_cli.cli.events import _not_in
 from scaletrain_cli.launch import view_elsewhere
 from scaletrain_cli.launch.node.streams import Frame, Kind, Link
@@ -21,7 +22,6 @@ from scaletrain_cli.launch.node.view import View
 from scaletrain_cli.launch.node_session import Streams
 from scaletrain_cli.launch.run_status import OVER
 from scaletrain_cli.launch.view_elsewhere import KnownRun, LinesOnce
-from scaletrain_cli.launch.view_switch import NowReachableError, await_files, switch_if_reachable
 from scaletrain_cli.rundir.paths import RunDir
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from scaletrain_cli import __version__
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.login_node.installation import make_wheel
 from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember
+from scaletrain_cli.launch.login_node.ssh import make_wheel
 from tests.login_node.conftest import Site
 from tests.login_node.server import REAL_COMMAND
 from tests.waiting import wait_until

@@ -8,7 +8,6 @@ import pytest
 from scaletrain_cli.cli import resume as resume_command
 from scaletrain_cli.errors import InfeasibleError, UsageError
 from scaletrain_cli.launch.attempts import begin_attempt, read_attempts
-from scaletrain_cli.launch.node_sizes import PlannedRun, plan_run
 from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import inspect_resume, refuse
 from scaletrain_cli.launch.resume_elsewhere import (
@@ -18,7 +17,7 @@ from scaletrain_cli.launch.resume_elsewhere import (
     move_here,
     set_older_aside,
 )
-from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.launch.submit import PlannedRun, create_run, plan_run
 from scaletrain_cli.mirror import restore
 from scaletrain_cli.mirror.claims import make_claim, new_claim, own_claim, read_claims
 from scaletrain_cli.mirror.restore import draft_folder

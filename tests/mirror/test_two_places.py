@@ -12,7 +12,7 @@ import pytest
 
 from scaletrain_cli.data.sources import places
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.job import read_submission
 from scaletrain_cli.mirror.claims import own_claim, read_claims
 from scaletrain_cli.rundir.paths import RunDir
 from tests.cli.command_line import scaletrain

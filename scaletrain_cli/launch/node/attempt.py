@@ -47,9 +47,8 @@ from scaletrain_cli.launch.node.record import (
     read_node_records,
     write_node_record,
 )
-from scaletrain_cli.launch.node.start_watch import StartWatch
 from scaletrain_cli.launch.node.telemetry import NodeTelemetry, measures_gpus
-from scaletrain_cli.launch.node.watch import Watch, observed_failure
+from scaletrain_cli.launch.node.watch import StartWatch, Watch, observed_failure
 from scaletrain_cli.launch.resource_checks.checks import check_on_node
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import python_command, usable_cores

@@ -9,15 +9,16 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaletrain_cli.available_memory import control_groups, text_of
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.full_disk import no_space
+from scaletrain_cli.launch.attempts import read_attempt
 from scaletrain_cli.launch.logs import end_of
-from scaletrain_cli.launch.node.heartbeats import PauseClock, hung_rank
+from scaletrain_cli.launch.node.heartbeats import LastBeat, PauseClock, furthest_behind, hung_rank
 from scaletrain_cli.launch.node.idle import IdleWatch
 from scaletrain_cli.launch.node.observer import MirrorProcess, Observer
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
@@ -32,7 +33,6 @@ from scaletrain_cli.launch.node.processes import (
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, announce, is_announced, read_node_records
-from scaletrain_cli.launch.node.start_watch import StartWatch
 from scaletrain_cli.launch.node.telemetry import NodeTelemetry
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
@@ -143,6 +143,55 @@ def _logging_disk_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         logger.warning("%s: %s", what, error)
+
+
+NOTICE_SECONDS = 60.0  # of a phase; after it whenever the time has doubled
+_ALONE = ("start", "imports")  # phases in which a rank waits for no other one
+_PHASES = (*_ALONE, "connect", "preflight", "data", "set-up", "restore")
+
+
+@dataclass
+class StartWatch:
+    """Records the event ``start-waits`` while no rank of this node has begun a step and a phase takes long.
+
+    Agents of other nodes than the first are silent about phases in which ranks wait for each other.
+    """
+
+    run: RunDir
+    options: AgentOptions
+    node: str
+    nodes: int
+    _phase: str = field(default="", init=False)
+    _due: float = field(default=NOTICE_SECONDS, init=False)
+
+    def look(self, beats: Mapping[int, LastBeat], now: float) -> None:
+        """Record what the start waits for, if it is due. ``now``: monotonic seconds. Raises OSError."""
+        behind = beats[furthest_behind(beats)]
+        if self._due == float("inf") or behind.phase not in _PHASES:
+            self._due = float("inf")  # it trains
+            return
+        if behind.phase != self._phase:
+            self._phase, self._due = behind.phase, NOTICE_SECONDS
+        seconds, is_first = now - behind.received, self.options.node_rank == 0
+        if seconds < self._due or not (is_first or behind.phase in _ALONE):
+            return
+        self._due = 2 * seconds
+        attempt = self.options.attempt
+        params = {
+            "node": self.node,
+            "ranks": [rank for rank, beat in beats.items() if beat.phase == behind.phase],
+            "phase": behind.phase,
+            "seconds": round(seconds),
+            "limit": round(behind.allowed_seconds),
+        }
+        why = Reason("node.start-waits", params)
+        joined = {node.name for node in read_node_records(self.run, attempt)}
+        if is_first and len(joined) < self.nodes:
+            began = read_attempt(self.run, attempt)
+            absent = [name for name in (began.nodes if began is not None else ()) if name not in joined]
+            counts = {"joined": len(joined), "of": self.nodes, "absent": absent or ["not named by the scheduler"]}
+            why = Reason("node.start-waits-for-nodes", {**params, **counts})
+        record_event(self.run, "start-waits", attempt=attempt, text=str(why), **why.to_document())
 
 
 @dataclass

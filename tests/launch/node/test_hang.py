@@ -19,8 +19,7 @@ from scaletrain_cli.launch.node import processes
 from scaletrain_cli.launch.node.heartbeats import Channel, LastBeat, hung_rank
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import NodeRecord, read_node_records, write_node_record
-from scaletrain_cli.launch.node.start_watch import StartWatch
-from scaletrain_cli.launch.node.watch import Watch
+from scaletrain_cli.launch.node.watch import StartWatch, Watch
 from scaletrain_cli.launch.restart import conclude_attempt
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import submit_run

@@ -15,8 +15,7 @@ from typing import Any
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.kubernetes.names import parse_id, submission_number
-from scaletrain_cli.launch.job import Job
-from scaletrain_cli.launch.submission import read_submission
+from scaletrain_cli.launch.job import Job, read_submission
 from scaletrain_cli.rundir.documents import from_document, read_document, reporting_damage, write_document
 from scaletrain_cli.rundir.mirror_state import begun_here
 from scaletrain_cli.rundir.paths import RunDir

@@ -14,7 +14,7 @@ from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing, reason
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, has_ended, is_ready
-from scaletrain_cli.launch.submission import undone_if_refused
+from scaletrain_cli.launch.job import undone_if_refused
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import touch

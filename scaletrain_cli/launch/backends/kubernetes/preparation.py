@@ -31,8 +31,7 @@ from scaletrain_cli.launch.backends.kubernetes.pod import PREPARATION_DOCUMENT, 
 from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end
 from scaletrain_cli.launch.backends.kubernetes.workloads import config_map, on_codes
 from scaletrain_cli.launch.engine_process import EngineProcessError
-from scaletrain_cli.launch.job import Job
-from scaletrain_cli.launch.submission import undone_if_refused
+from scaletrain_cli.launch.job import Job, undone_if_refused
 from scaletrain_cli.plan.data_size import DataSize
 from scaletrain_cli.reasons import Reason, reason_from, recorded
 from scaletrain_cli.rundir.paths import RunDir

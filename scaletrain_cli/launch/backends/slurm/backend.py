@@ -59,9 +59,8 @@ from scaletrain_cli.launch.backends.slurm.site import (
     record_exclusion,
 )
 from scaletrain_cli.launch.finding import Evidence, Finding
-from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.job import Job, read_submission
 from scaletrain_cli.launch.resource_checks.view import is_missing
-from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
@@ -362,7 +361,7 @@ class SlurmBackend(Backend):
         return shutil.which("sinfo") is not None
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
-        from scaletrain_cli.launch.backends.slurm.cluster_view import QUEUE, make_view
+        from scaletrain_cli.launch.backends.slurm.explain import QUEUE, make_view
 
         states = "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING,COMPLETING"
         text = call_slurm(["squeue", "--noheader", "--all", states, f"--format={QUEUE}"]).stdout

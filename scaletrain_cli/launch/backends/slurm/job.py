@@ -163,7 +163,7 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str], *, fol
     chosen = sorted(usable[:size], key=names.index)
     revised = record
     if record.sizes:
-        from scaletrain_cli.launch.node_sizes import take_size
+        from scaletrain_cli.launch.submit import take_size
 
         revised = take_size(run, record, size, job_id)
     number = begin_attempt(run, revised.spec, scheduler="slurm", job_id=job_id, nodes=chosen, revision=revised.revision)

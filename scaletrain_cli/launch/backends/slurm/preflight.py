@@ -42,6 +42,8 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
     except SchedulerSilentError:
         raise
     except SchedulerError as error:
+        # Slurm 22.05 refuses a nodelist with fewer nodes than the job, and every job for seconds after a restart of the
+        # controller, when the nodes are not registered yet. sbatch may accept it: the nodes fit the spec.
         slurm, said = spec.cluster.slurm, "" if error.reason is None else str(error.reason.params.get("said", ""))
         if not (_NOT_AVAILABLE in said and slurm.constraint is None and not slurm.extra):
             raise with_key(spec, error) from error

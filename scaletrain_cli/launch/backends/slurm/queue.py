@@ -19,9 +19,8 @@ from scaletrain_cli.launch.backends.slurm.commands import call_slurm, cause_of, 
 from scaletrain_cli.launch.backends.slurm.preparation import cancel_preparation
 from scaletrain_cli.launch.backends.slurm.site import user_name
 from scaletrain_cli.launch.backends.slurm.tables import node_names
-from scaletrain_cli.launch.job import Job, JobCause, JobState
+from scaletrain_cli.launch.job import Job, JobCause, JobState, open_request, read_submission
 from scaletrain_cli.launch.restart import forget_secrets
-from scaletrain_cli.launch.submission import open_request, read_submission
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, read_sweep_place

@@ -11,9 +11,9 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
+from scaletrain_cli.launch.job import read_submission
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.status import exit_code_of, is_over, run_status
-from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.worker.progress import progress_line

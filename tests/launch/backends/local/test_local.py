@@ -19,11 +19,11 @@ from scaletrain_cli.launch.backends.local.backend import (
 )
 from scaletrain_cli.launch.backends.local.supervisor import supervisor_lock
 from scaletrain_cli.launch.explain import explain
+from scaletrain_cli.launch.job import read_submission
 from scaletrain_cli.launch.node.processes import identify
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import exit_code_of, run_status
-from scaletrain_cli.launch.submission import read_submission
 from scaletrain_cli.launch.submit import submit_run
 from tests.launch.backends.local.launching import launching
 from tests.launch.conftest import ENGINE, LOCAL, MadeRun, MakeRun, is_running, make_plan, make_spec

@@ -16,9 +16,9 @@ from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.backends.slurm import array, commands, queue
 from scaletrain_cli.launch.backends.slurm.array import own_job_id, require_one_array
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
+from scaletrain_cli.launch.job import open_request, read_submission
 from scaletrain_cli.launch.preparation import PreparedData
 from scaletrain_cli.launch.prepared_submission import SubmittedRun
-from scaletrain_cli.launch.submission import open_request, read_submission
 from scaletrain_cli.launch.sweep import Point, submit_as_array, submit_sweep
 from scaletrain_cli.rundir.paths import RunDir, read_sweep_place, runs_root
 from scaletrain_cli.rundir.record import read_record

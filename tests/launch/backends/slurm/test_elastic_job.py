@@ -18,8 +18,7 @@ from scaletrain_cli.launch.backends.slurm.preflight import check_site
 from scaletrain_cli.launch.backends.slurm.site import Site
 from scaletrain_cli.launch.backends.slurm.tables import Limit, partitions
 from scaletrain_cli.launch.node.record import NodeRecord, write_node_record
-from scaletrain_cli.launch.node_sizes import plan_run
-from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.launch.submit import create_run, plan_run
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.goodput import cost_so_far
 from scaletrain_cli.rundir.journal import record_event

@@ -19,8 +19,8 @@ from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 from scaletrain_cli.launch.backends.slurm.preflight import with_key
 from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.explain import explain
+from scaletrain_cli.launch.job import open_request, read_submission
 from scaletrain_cli.launch.status import run_status, run_statuses
-from scaletrain_cli.launch.submission import open_request, read_submission
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document, write_document

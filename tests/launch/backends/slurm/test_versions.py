@@ -7,8 +7,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm import explain, queue
-from scaletrain_cli.launch.backends.slurm.cluster_view import make_view
-from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
+from scaletrain_cli.launch.backends.slurm.explain import make_view, why_it_waits
 from scaletrain_cli.launch.backends.slurm.growth import read_idle_nodes
 from scaletrain_cli.launch.backends.slurm.preflight import read_estimate, with_key
 from scaletrain_cli.launch.backends.slurm.site import Site
