@@ -67,7 +67,12 @@ def command(
     finishes, and matches the undisturbed run: bit for bit on CPUs, within 1e-4 of the final loss on GPUs.
     """
     if list_kinds:
-        _list(as_json)
+        every = _all_kinds()
+        if as_json:
+            print_json({"schema": "scaletrain.drill-list/v1", "kinds": {kind.name: kind.summary for kind in every}})
+        width = max(len(kind.name) for kind in every)
+        for kind in () if as_json else every:
+            typer.echo(visible(f"{kind.name:<{width}}  {kind.summary}"))
         return
     from scaletrain_cli.launch.drill import drill_kind, drill_names
 
@@ -159,13 +164,3 @@ def _all_kinds() -> list[DrillKind]:
         except PluginError as error:
             warn(str(error))
     return kinds
-
-
-def _list(as_json: bool) -> None:
-    kinds = _all_kinds()
-    if as_json:
-        print_json({"schema": "scaletrain.drill-list/v1", "kinds": {kind.name: kind.summary for kind in kinds}})
-        return
-    width = max(len(kind.name) for kind in kinds)
-    for kind in kinds:
-        typer.echo(visible(f"{kind.name:<{width}}  {kind.summary}"))

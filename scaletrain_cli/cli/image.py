@@ -76,8 +76,6 @@ def command(
     to_stdout = str(output) == "-"
     target = output or source.folder / "Containerfile"
     if not to_stdout:
-        if target.exists():
-            raise UsageError(Reason("container.exists", {"path": str(target)}))
         try:
             create_file(target, text, public=True)  # replaces nothing, not even a file that appeared meanwhile
         except FileExistsError as error:

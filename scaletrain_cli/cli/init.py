@@ -136,7 +136,16 @@ def command(
         else:
             typer.echo(document(contents[target]), nl=False)
         return
-    _write(contents)
+    for path in contents:  # none of them is written where one exists
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder. Give the path of a file, e.g. {path / _USUAL_NAME}.")
+        if path.exists():
+            raise UsageError(f"{path} already exists. Give another name: scaletrain init FILE.")
+    for path, text in contents.items():
+        try:
+            create_file(path, text, public=True)  # replaces nothing, not even a file that appeared meanwhile
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror or error}.") from error
     if as_json:
         print_json({"file": str(target), "text": contents[target]})
     for path in contents:
@@ -181,20 +190,6 @@ def _copy_folder(name: str, target: Path) -> list[Path]:
     except FileExistsError as error:
         raise UsageError(f"{target} already exists. Give the name of a new folder.") from error
     return sorted(path for path in target.rglob("*") if path.is_file())
-
-
-def _write(contents: dict[Path, str]) -> None:
-    """Write new files; none of them where one exists. Raises UsageError."""
-    for path in contents:
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder. Give the path of a file, e.g. {path / _USUAL_NAME}.")
-        if path.exists():
-            raise UsageError(f"{path} already exists. Give another name: scaletrain init FILE.")
-    for path, text in contents.items():
-        try:
-            create_file(path, text, public=True)  # replaces nothing, not even a file that appeared meanwhile
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror or error}.") from error
 
 
 class _Tuned(NamedTuple):

@@ -66,7 +66,16 @@ def command(
     if cluster:
         if wait is not None:
             raise UsageError("--wait cannot be combined with --cluster.")
-        _show_cluster(run, scheduler, as_json)
+        from scaletrain_cli.launch.backends.registry import backend_for
+
+        section = _cluster(run, scheduler)
+        shown = backend_for(section.scheduler).cluster_view(section)
+        if as_json:
+            print_json(shown.to_json())
+        else:
+            from scaletrain_cli.ui.tables import show_cluster
+
+            show_cluster(shown)
         return
     if scheduler is not None:
         raise UsageError("--scheduler requires --cluster.")
@@ -90,19 +99,6 @@ def command(
 
         show_status(view)
     raise typer.Exit(code)
-
-
-def _show_cluster(name: str | None, scheduler: str | None, as_json: bool) -> None:
-    from scaletrain_cli.launch.backends.registry import backend_for
-
-    section = _cluster(name, scheduler)
-    view = backend_for(section.scheduler).cluster_view(section)
-    if as_json:
-        print_json(view.to_json())
-    else:
-        from scaletrain_cli.ui.tables import show_cluster
-
-        show_cluster(view)
 
 
 def _cluster(name: str | None, scheduler: str | None) -> ClusterSpec:

@@ -1,18 +1,10 @@
 """`scaletrain validate`: check a run spec and show the resolved settings."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath
 from scaletrain_cli.errors import ExitCode, SpecError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.ui.console import warn
 from scaletrain_cli.ui.json import print_json
-
-if TYPE_CHECKING:
-    from scaletrain_cli.spec import RunSpec
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -26,6 +18,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     With --json: {"valid", "problems", "spec", "missing", "not_checked", "not_checked_reasons", "notes", "epochs"}; the
     spec includes every default and derived dimension.
     """
+    from scaletrain_cli.launch.epochs import in_steps, provisional
     from scaletrain_cli.launch.resource_checks.checks import check_external
     from scaletrain_cli.plan.adapters import check_adapter
     from scaletrain_cli.plan.advice.warnings import about_config_keys
@@ -37,7 +30,14 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
 
     try:
         given = load_spec(spec, overrides or (), cluster=cluster)
-        run, epochs, uncounted = _in_steps(given, spec)
+        uncounted: tuple[Reason, ...] = ()
+        try:
+            run, epochs = in_steps(given, spec)
+        except SpecError:
+            raise
+        except UsageError as error:  # a run may still prepare the data, and then count
+            run, epochs = provisional(given), None
+            uncounted = tuple(one.reason for one in error.problems if one.reason is not None)
         try:
             find_accelerator(run.cluster)
             check_adapter(run)
@@ -69,18 +69,3 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
             warn(sentences(warning))
     if found.problems:  # submit would reject the spec
         raise UsageError(Reason("checks.spec-unusable", {"problems": len(found.problems)}), found.problems)
-
-
-def _in_steps(spec: RunSpec, file: Path) -> tuple[RunSpec, Reason | None, tuple[Reason, ...]]:
-    """Return the spec with steps in place of epochs, how they were counted, and why they cannot be counted here.
-
-    Raises SpecError where other settings do not fit the steps.
-    """
-    from scaletrain_cli.launch.epochs import in_steps, provisional
-
-    try:
-        return (*in_steps(spec, file), ())
-    except SpecError:
-        raise
-    except UsageError as error:  # a run may still prepare the data, and then count
-        return provisional(spec), None, tuple(one.reason for one in error.problems if one.reason is not None)

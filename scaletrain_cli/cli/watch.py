@@ -36,7 +36,15 @@ def command(
 
     found = find_run_or_newest(run)
     if once:
-        _show_once(found, as_json)
+        from scaletrain_cli.launch.view import read_view
+
+        view = read_view(found)
+        if as_json:
+            print_json(_document(view))
+        else:
+            from scaletrain_cli.ui.watch.pages import show_overview
+
+            show_overview(view)
     elif as_json:
         _follow_as_json(found)
     elif is_capable():
@@ -47,18 +55,6 @@ def command(
             watch_screen(reading, lambda view: switch_if_reachable(view.status))
     else:
         _follow(found)
-
-
-def _show_once(run: RunDir, as_json: bool) -> None:
-    from scaletrain_cli.launch.view import read_view
-
-    view = read_view(run)
-    if as_json:
-        print_json(_document(view))
-    else:
-        from scaletrain_cli.ui.watch.pages import show_overview
-
-        show_overview(view)
 
 
 def _follow_as_json(run: RunDir) -> None:

@@ -104,14 +104,6 @@ class _ChangedError(Exception):
     """The run is no longer lost: another process has resumed it."""
 
 
-class _UnknownError(Exception):
-    """The scheduler does not answer whether the run is still lost."""
-
-    def __init__(self, error: SchedulerError) -> None:
-        super().__init__()
-        self.error = error
-
-
 def recover(run: RunDir, scheduler: Backend | None = None, now: float | None = None) -> Recovery | None:
     """Resume the run if it is lost, its spec asks for it, and its time has come; None if there is nothing to do.
 
@@ -124,23 +116,24 @@ def recover(run: RunDir, scheduler: Backend | None = None, now: float | None = N
     if found is None or found.state != "waiting" or found.after is not None:
         return found
 
+    is_still_lost = False
+
     def still_lost() -> None:
-        try:
-            again = _due(run, read_record(run), scheduler, time.time() if now is None else now)
-        except SchedulerError as error:
-            raise _UnknownError(error) from error
+        nonlocal is_still_lost
+        again = _due(run, read_record(run), scheduler, time.time() if now is None else now)
         if again is None or again.state != "waiting" or again.after is not None or again.number != found.number:
             raise _ChangedError
+        is_still_lost = True
 
     try:
         resumed = resume(run, scheduler=scheduler, automatic=found.number, check=still_lost)
     except _ChangedError:
         return None
-    except _UnknownError as unknown:
-        raise unknown.error from None
     except SchedulerSilentError:  # it may have the job; the next call finds it
         raise
     except (ScaletrainError, OSError) as error:
+        if isinstance(error, SchedulerError) and not is_still_lost:  # which the scheduler does not tell
+            raise
         why = (error.reason if isinstance(error, ScaletrainError) else None) or recorded(str(error).rstrip("."))
         return Recovery(run, "refused", why, found.number, found.allowed)
     return Recovery(run, "resumed", found.why, found.number, found.allowed, resumed.submission.job_id)

@@ -158,8 +158,7 @@ def replan(
     # If the checkpoint is not here, the ranks compare the batches.
     if "data.skip" in judged and not keeps_batches(step, skipped, [*spec.data.skip, *rolled_back]):
         last = batch_number(step, merged_skip_ranges(skipped))
-        reason = Reason("data.skips-trained-batches", {"batch": last})
-        problems.append(Problem.because("--set", "data.skip", reason, json.dumps(spec.data.skip)))
+        problems.append(_problem("data.skip", "data.skips-trained-batches", json.dumps(spec.data.skip), batch=last))
     if problems:
         raise UsageError(Reason("launch.resume-another-run", {"run": run.run_id}), tuple(problems))
     snapshot = None
@@ -180,11 +179,10 @@ def replan(
 
 
 def _objection(key: str, was: str, given: str) -> Problem | None:
-    before = {"before": was}
     if key == "code.path" and given == "null":
-        return Problem.because("--set", key, Reason("launch.resume-keeps-code", before), given)
+        return _problem(key, "launch.resume-keeps-code", given, before=was)
     if key == "checkpoint.dir":
-        return Problem.because("--set", key, Reason("launch.resume-keeps-checkpoints", before), given)
+        return _problem(key, "launch.resume-keeps-checkpoints", given, before=was)
     return None if _is_of_sources(key) or may_change(key) else _fixed(key, was, given)
 
 
@@ -211,8 +209,8 @@ def _is_of_sources(key: str) -> bool:
 
 
 def _fixed(key: str, was: str, given: str) -> Problem:
-    params = {"before": was, "allowed": ", ".join((*MAY_CHANGE, "the weights of data.sources"))}
-    return Problem.because("--set", key, Reason("launch.resume-fixed-key", params), given)
+    allowed = ", ".join((*MAY_CHANGE, "the weights of data.sources"))
+    return _problem(key, "launch.resume-fixed-key", given, before=was, allowed=allowed)
 
 
 def _trained_sources(run: RunDir, record: RunRecord, steps: int) -> set[str]:
@@ -237,7 +235,7 @@ def _source_objections(
         if number >= len(after.all_sources):
             if was.name not in trained and (not reads_words or _is_independent(was, before, working_folder)):
                 continue
-            yield Problem.because("--set", "data.sources", Reason("launch.resume-source-removed", {"source": was.name}))
+            yield _problem("data.sources", "launch.resume-source-removed", source=was.name)
             continue
         old, new = was.model_dump(mode="json"), after.all_sources[number].model_dump(mode="json")
         for name in ("name", "path", "validation_path", "format", "field", "fields"):
@@ -250,18 +248,15 @@ def _source_objections(
         if number < len(before.all_sources):
             continue
         if objective == "dpo":
-            reason = Reason("launch.resume-source-and-reference", {"source": added.name})
-            yield Problem.because("--set", keys[number], reason)
+            yield _problem(keys[number], "launch.resume-source-and-reference", source=added.name)
         if _is_dataset(added.path, working_folder):
             continue
         if reads_words and after.tokenizer.path is None:
-            reason = Reason("launch.resume-source-and-tokenizer", {"source": added.name})
-            yield Problem.because("--set", keys[number], reason)
+            yield _problem(keys[number], "launch.resume-source-and-tokenizer", source=added.name)
         for place, step in enumerate(after.prepare):
             applies = isinstance(step, DuplicatesSpec) and (step.only is None or added.name in step.only)
             if isinstance(step, DuplicatesSpec) and applies and step.across_sources:
-                reason = Reason("launch.resume-source-and-duplicates", {"source": added.name, "step": place})
-                yield Problem.because("--set", keys[number], reason)
+                yield _problem(keys[number], "launch.resume-source-and-duplicates", source=added.name, step=place)
 
 
 def _is_independent(source: SourceSpec, data: DataSpec, working_folder: str) -> bool:
@@ -363,26 +358,26 @@ def length_objections(before: RunSpec, after: RunSpec, step: int | None) -> Iter
     lengths = {key: getattr(after.training, key.removeprefix("training.")) for key in LENGTH_KEYS}
     key, given = next((key, value) for key, value in lengths.items() if value is not None)
     if step is not None and total <= step:
-        yield _problem(key, "launch.resume-too-few-steps", given, {"steps": total, "step": step})
+        yield _problem(key, "launch.resume-too-few-steps", given, steps=total, step=step)
     for number, stage in enumerate(after.data.stages):
         first, now = stage.first_step(before.total_steps), stage.first_step(total)
         if first != now:
-            params = {"stage": number, "was": first, "now": now, "steps": total}
-            yield _problem(f"data.stages.{number}.start", "launch.resume-stage-moves", stage.start, params)
+            moves = {"stage": number, "was": first, "now": now, "steps": total}
+            yield _problem(f"data.stages.{number}.start", "launch.resume-stage-moves", stage.start, **moves)
     sources = after.data.all_sources
     if any(source.weight for source in sources):  # else the ratio of the epochs decides, whatever the length
         for number, source in enumerate(sources):
             if source.epochs is not None:
-                params = {"source": number, "was": before.total_steps, "now": total}
-                yield _problem(f"data.sources.{number}.epochs", "launch.resume-epochs-move", source.epochs, params)
+                moves = {"source": number, "was": before.total_steps, "now": total}
+                yield _problem(f"data.sources.{number}.epochs", "launch.resume-epochs-move", source.epochs, **moves)
     if after.training.averaging.name == "checkpoints":
         first = min(averaged_from(each) for each in (before.total_steps, total))
         if step is None or step >= first:
-            yield _problem(key, "launch.resume-mean-has-begun", given, {"first": first})
+            yield _problem(key, "launch.resume-mean-has-begun", given, first=first)
 
 
-def _problem(key: str, code: str, given: object, params: dict[str, Any]) -> Problem:
-    return Problem.because("--set", key, Reason(code, params), str(given))
+def _problem(key: str, code: str, given: object = None, **params: object) -> Problem:
+    return Problem.because("--set", key, Reason(code, params), given)
 
 
 def continues_after_early_stop(before: RunSpec, after: RunSpec) -> bool:

@@ -90,7 +90,12 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None, *, take_over: 
     last = next(reversed(read_attempts(run)), None)
     checkpoint, passed_over = latest_valid(checkpoint_folder(run, record.spec))
     logged = last_logged_step(run)
-    job = _job_to_take_over(scheduler, run, record) if take_over else scheduler.job(run, record)
+    try:
+        job = scheduler.job(run, record)
+    except SchedulerError as error:
+        if not take_over:
+            raise
+        job = Job("", "unknown", error.message.rstrip("."), reason=error.reason)
     elsewhere = bool(job.id) and is_elsewhere(run, record)
     if elsewhere and read_restored(run)[0]:  # what was received from the mirror is older than what the pods have
         last, checkpoint, passed_over, logged = None, None, [], None
@@ -113,13 +118,6 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None, *, take_over: 
         unseen=elsewhere and checkpoint is None and not job.resumable,
         stopped_early=stopped_early,
     )
-
-
-def _job_to_take_over(scheduler: Backend, run: RunDir, record: RunRecord) -> Job:
-    try:
-        return scheduler.job(run, record)
-    except SchedulerError as error:
-        return Job("", "unknown", error.message.rstrip("."), reason=error.reason)
 
 
 def resume(

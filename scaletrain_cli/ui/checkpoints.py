@@ -75,15 +75,19 @@ def show_evaluation(evaluation: Evaluation) -> None:
     """Print the metrics, errors and generated texts of one evaluation."""
     console = stdout_console()
     show(console, escaped_text(f"step {evaluation.step}, {_state(evaluation)}, run {evaluation.run_id}"))
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name, value in evaluation.metrics.items():
-        table.add_row(escaped_text(name), f"{value:.4f}")
-    show(console, table)
+    _show_metrics(evaluation.metrics)
     for task, error in evaluation.errors.items():
         show(console, escaped_text(f"{task}: {error}", "red"))
     for one in evaluation.generations:
         show(console, escaped_text(f"{one['task']}: {one['prompt']}", "bold"))
         show(console, escaped_text(one["text"]))
+
+
+def _show_metrics(metrics: Mapping[str, Any]) -> None:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in metrics.items():
+        table.add_row(escaped_text(name), _value(value))
+    show(stdout_console(), table)
 
 
 def show_validations(validations: Sequence[Validation]) -> None:
@@ -99,10 +103,7 @@ def show_validation(validation: Validation) -> None:
     """Print the metrics of one validation of the training job, its worst classes and its sample answers."""
     console = stdout_console()
     show(console, escaped_text(f"validation after step {validation.step}"))
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name, value in validation.metrics.items():
-        table.add_row(escaped_text(name), _value(value))
-    show(console, table)
+    _show_metrics(validation.metrics)
     for key, title in (("classes", "classes"), ("zero_shot_classes", "zero-shot classes")):
         if classes := validation.details.get(key):
             _show_classes(classes, title)

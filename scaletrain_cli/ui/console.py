@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.errors import Problem, ScaletrainError
+from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.event_texts import Event, event_sentence
 from scaletrain_cli.text import bytes_text, visible
 
@@ -142,20 +142,16 @@ def show_error(error: ScaletrainError) -> None:
         return
     console.print(headline)
     for problem in error.problems:
-        console.print(_place(problem), soft_wrap=True)
+        place = Text.assemble("  ", (plain(problem.where), "cyan"))
+        if problem.key:
+            place.append("  ").append(plain(problem.key), "bold")
+        if problem.given is not None:
+            place.append(f" = {plain(problem.given)}")
+        console.print(place, soft_wrap=True)
         text = escaped_text(problem.message)
         if problem.hint:
             text.append(f" {plain(problem.hint)}", "green")
         show(console, Padding(text, (0, 0, 0, 6)))
-
-
-def _place(problem: Problem) -> Text:
-    text = Text.assemble("  ", (plain(problem.where), "cyan"))
-    if problem.key:
-        text.append("  ").append(plain(problem.key), "bold")
-    if problem.given is not None:
-        text.append(f" = {plain(problem.given)}")
-    return text
 
 
 def titled_table(titles: Sequence[str], kinds: str, gap: int = 2) -> Table:

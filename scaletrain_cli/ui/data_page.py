@@ -11,8 +11,8 @@ from scaletrain_cli.ui.data_report import (
     characters_text,
     epochs_text,
     images_text,
-    length_quantile,
     measured_text,
+    median_range,
     numbers_of,
     share_text,
     tokens_text,
@@ -231,7 +231,7 @@ def _lengths(lengths: Mapping[str, Any] | None) -> Iterator[str]:
         name = whole_text(count) if count < 10_000 else count_text(count).replace(" ", "")
         label = f'<text x="{middle:.1f}" y="{height + 14}" text-anchor="middle">{name}</text>'
         parts.append(f"<g><title>{title}</title>{bars}{label}</g>")
-    median = length_quantile(ranges, 0.5)
+    median = median_range(ranges)
     yield "<h3>Lengths of documents in tokens</h3>"
     yield (
         f"<p>{whole_text(lengths['shortest'])} to {whole_text(lengths['longest'])} tokens, half of the documents up to "
@@ -282,7 +282,11 @@ def _duplicates(duplicates: Mapping[str, Any]) -> Iterator[str]:
         )
     if duplicates["clusters_by_size"]:
         yield "<h3>Clusters by number of documents</h3>"
-        sizes = _by_size(duplicates["clusters_by_size"])
+        sizes: dict[str, int] = {}  # in ranges: 2, 3, 4 to 7, 8 to 15, ...
+        for size, count in duplicates["clusters_by_size"].items():
+            power = 1 << (int(size).bit_length() - 1)
+            name = size if int(size) < 4 else f"{whole_text(power)} to {whole_text(2 * power - 1)}"
+            sizes[name] = sizes.get(name, 0) + count
         yield table(
             ["documents of a cluster", "clusters", ""],
             ([name, whole_text(count), _bar(("c0", count / max(sizes.values())))] for name, count in sizes.items()),
@@ -290,7 +294,7 @@ def _duplicates(duplicates: Mapping[str, Any]) -> Iterator[str]:
         )
         clusters = duplicates["largest_clusters"]
         kept = ((f"{counted(each['documents'], 'document')} · kept: ", each["kept"]) for each in clusters)
-        texts = (_text(f"{size}{text['place']}", text["text"]) for size, text in kept)
+        texts = (_text(f"{what}{text['place']}", text["text"]) for what, text in kept)
         yield _texts(f"The {counted(len(clusters), 'largest cluster')}", texts)
     if "expected_recall" in duplicates:
         yield "<h3>Pairs of near duplicates</h3>"
@@ -302,17 +306,6 @@ def _duplicates(duplicates: Mapping[str, Any]) -> Iterator[str]:
         yield table(["similarity", "expected recall", "", "pairs found, from this similarity on"], rows, "lnbn")
         if examples := duplicates["examples"]:
             yield _texts(counted(len(examples), "example"), map(_pair, examples))
-
-
-def _by_size(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the numbers of clusters in ranges of sizes: 2, 3, 4 to 7, 8 to 15, ..."""
-    found: dict[str, int] = {}
-    for text, count in sizes.items():
-        size = int(text)
-        power = 1 << (size.bit_length() - 1)
-        name = text if size < 4 else f"{whole_text(power)} to {whole_text(2 * power - 1)}"
-        found[name] = found.get(name, 0) + count
-    return found
 
 
 def _pair(example: Mapping[str, Any]) -> str:

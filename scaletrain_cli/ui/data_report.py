@@ -1,7 +1,7 @@
 """The screen of `data stats`: documents after each step, why documents were removed, lengths, duplicates, mixture."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.padding import Padding
@@ -11,6 +11,7 @@ from rich.text import Text
 from scaletrain_cli.text import bytes_text, count_text, counted, listed, lost_text, percent_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console, titled_table
 
+T = TypeVar("T")
 _MOST_RULES = 12
 _MOST_PLACES = 3
 
@@ -59,17 +60,12 @@ def _show_source(console: Console, source: Mapping[str, Any]) -> None:
                 line(console, f"    {plain(place)}")
     for text in _facts(source):
         line(console, f"  {text}")
-    if source["steps"]:
-        console.print()
-        show(console, Padding(_steps_table(source["steps"]), (0, 0, 0, 2)))
     removed = [rule for step in source["steps"] for rule in step["removed"]]
-    if removed:
-        console.print()
-        show(console, Padding(_removed_table(removed), (0, 0, 0, 2)))
     bad = [each for step in source["steps"] for each in step["bad"]]
-    if bad:
-        console.print()
-        show(console, Padding(_bad_table(bad), (0, 0, 0, 2)))
+    for rows, table in ((source["steps"], _steps_table), (removed, _removed_table), (bad, _bad_table)):
+        if rows:
+            console.print()
+            show(console, Padding(table(rows), (0, 0, 0, 2)))
     console.print()
 
 
@@ -90,7 +86,7 @@ def _amount(counts: Mapping[str, Any]) -> str:
 def _facts(source: Mapping[str, Any]) -> Iterator[str]:
     if source["lengths"] and source["lengths"]["ranges"]:
         lengths = source["lengths"]
-        median = length_quantile(lengths["ranges"], 0.5)
+        median = median_range(lengths["ranges"])
         yield (
             f"length: {whole_text(lengths['shortest'])} to {whole_text(lengths['longest'])} tokens, "
             f"median {whole_text(median['from'])} to {whole_text(median['to'])}"
@@ -124,14 +120,9 @@ def character_shares(characters: Mapping[str, int]) -> list[tuple[str, float]]:
     return [(name, characters[key] / characters["all"]) for key, name in names.items()]
 
 
-def length_quantile(ranges: Sequence[Mapping[str, int]], share: float) -> Mapping[str, int]:
-    """Return the range of lengths that a share of the documents does not exceed."""
-    left = share * sum(each["documents"] for each in ranges)
-    for each in ranges:
-        left -= each["documents"]
-        if left <= 0:
-            return each
-    return ranges[-1]
+def median_range(ranges: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+    """Return the range of lengths that half of the documents do not exceed."""
+    return quantile([(each, each["documents"]) for each in ranges], 0.5)
 
 
 def _steps_table(steps: Iterable[Mapping[str, Any]]) -> Table:
@@ -218,7 +209,7 @@ def numbers_of(measured: Mapping[str, int]) -> list[tuple[float, int]] | None:
         return None
 
 
-def quantile(values: Sequence[tuple[float, int]], share: float) -> float:
+def quantile(values: Sequence[tuple[T, int]], share: float) -> T:
     """Return the value that a share of the documents does not exceed."""
     left = share * sum(count for _, count in values)
     for value, count in values:

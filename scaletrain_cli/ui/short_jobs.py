@@ -196,18 +196,10 @@ def show_preflight(found: Preflight) -> None:
         mark = ("bad   ", "bold red") if finding["keeps_off"] else ("note  ", "yellow")
         who = f"rank {finding['rank']} on {finding['node']}: " if finding["rank"] >= 0 else ""
         line(console, Text.assemble(mark, escaped_text(f"{who}{finding['message']}")))
-    if found.exit_code == 0 and not found.ranks:
-        line(
-            console,
-            "the nodes match the plan; the measurements are on the pods' volume, which is not visible here",
-            "green",
-        )
-    elif found.exit_code == 0:
-        line(
-            console,
-            f"{counted(len(found.nodes), 'node')}, {counted(len(found.ranks), 'rank')}: the nodes match the plan",
-            "green",
-        )
-    else:
+    if found.exit_code != 0:
         line(console, found.why, "bold red")
         line(console, f"the run directory is kept in {found.folder}", "dim")
+        return
+    seen = f"{counted(len(found.nodes), 'node')}, {counted(len(found.ranks), 'rank')}: the nodes match the plan"
+    unseen = "the nodes match the plan; the measurements are on the pods' volume, which is not visible here"
+    line(console, seen if found.ranks else unseen, "green")

@@ -14,7 +14,6 @@ from rich.text import Text
 from scaletrain_cli.diagnosis.hardware import Hardware, Spread
 from scaletrain_cli.diagnosis.timing import RunFigures
 from scaletrain_cli.event_texts import Event, event_sentence
-from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.plan.result import RunPlan
@@ -116,7 +115,18 @@ def show_status(view: RunView) -> None:
     if view.diagnosis.findings:
         line(console, f"  scaletrain diagnose {status.run_id}  shows causes and changes", "dim")
     if attempts:
-        show(console, Group("", _attempts(attempts[-_MOST_ATTEMPTS:], time.time())))
+        ends = titled_table(("  attempt", "began", "lasted", "checkpoint", "exit", "why"), "lllllw")
+        for attempt in attempts[-_MOST_ATTEMPTS:]:
+            until = attempt.ended if attempt.ended is not None else time.time()
+            ends.add_row(
+                f"  {attempt.number}",
+                time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started)),
+                seconds_text(max(0.0, until - attempt.started)),
+                "-" if attempt.last_checkpoint_step is None else f"step {attempt.last_checkpoint_step}",
+                "" if attempt.exit_code is None else str(attempt.exit_code),
+                escaped_text(attempt.message),
+            )
+        show(console, Group("", ends))
     if (earlier := len(attempts) - _MOST_ATTEMPTS) > 0:
         line(console, f"  {counted(earlier, 'earlier attempt')} not shown; --json has all", "dim")
 
@@ -259,21 +269,6 @@ def _beside_plan(figure: Figure) -> str:
     share, side = abs(figure.difference), "above" if figure.difference > 0 else "below"
     much = percent_text(share) if share >= 0.0005 else bytes_text(abs(figure.measured - figure.planned))
     return f"{much} {side} the plan"
-
-
-def _attempts(attempts: Sequence[AttemptRecord], now: float) -> Table:
-    table = titled_table(("  attempt", "began", "lasted", "checkpoint", "exit", "why"), "lllllw")
-    for attempt in attempts:
-        until = attempt.ended if attempt.ended is not None else now
-        table.add_row(
-            f"  {attempt.number}",
-            time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started)),
-            seconds_text(max(0.0, until - attempt.started)),
-            "-" if attempt.last_checkpoint_step is None else f"step {attempt.last_checkpoint_step}",
-            "" if attempt.exit_code is None else str(attempt.exit_code),
-            escaped_text(attempt.message),
-        )
-    return table
 
 
 def show_sweep(status_of_all: SweepStatus) -> None:

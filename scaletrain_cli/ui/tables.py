@@ -128,7 +128,14 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
     nodes = ", ".join(f"{row.count} {plain(row.state)}" for row in view.nodes)
     rest = f"  {view.scheduler}" + (f"  nodes: {nodes}" if nodes else "")
     line(console, Text.assemble((plain(view.cluster or view.scheduler), "bold"), rest))
-    parts: list[RenderableType] = ["", _gpus(view)] if view.gpus else []
+    parts: list[RenderableType] = []
+    if view.gpus:
+        table = titled_table(("GPUs", "free", "used", "unavailable", "total", "nodes", "idle nodes"), "lrrrrrr")
+        for row in view.gpus:
+            figures = (row.used, row.out_of_order, row.total, row.nodes, row.free_nodes)
+            free = Text(str(row.free), "bold green" if row.free else "yellow")
+            table.add_row(escaped_text(row.type, "bold"), free, *map(str, figures))
+        parts += ["", table]
     if view.quotas:
         parts += ["", _quotas(view.quotas)]
     parts += ["", _queue(view, now)] if view.queue else []
@@ -139,15 +146,6 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
     for note in (f"{mine}{others}" if view.has_other_users else mine.removesuffix("; "), *view.notes):
         if note:
             line(console, note, "dim")
-
-
-def _gpus(view: ClusterView) -> Table:
-    table = titled_table(("GPUs", "free", "used", "unavailable", "total", "nodes", "idle nodes"), "lrrrrrr")
-    for row in view.gpus:
-        figures = (row.used, row.out_of_order, row.total, row.nodes, row.free_nodes)
-        free = Text(str(row.free), "bold green" if row.free else "yellow")
-        table.add_row(escaped_text(row.type, "bold"), free, *map(str, figures))
-    return table
 
 
 def _quotas(quotas: tuple[QuotaRow, ...]) -> Table:

@@ -37,7 +37,6 @@ from scaletrain_cli.launch.backends.kubernetes.job_ref import (
     shares_volume,
     submission_recorded,
     update,
-    withdraw_intent,
 )
 from scaletrain_cli.launch.backends.kubernetes.manifest import (
     Manifest,
@@ -242,9 +241,10 @@ class KubernetesBackend(Backend):
             asked = time.strftime("%H:%M:%S", time.localtime(ref.asked))
             pending = reason("request-pending", asked=asked, job=ref.job_id, seconds=math.ceil(wait))
             return Explanation(pending).job(ref.job_id, "unknown")
+        before = previous_job_ref(run, ref)
         with contextlib.suppress(OSError):
-            withdraw_intent(run, ref)
-        if (before := previous_job_ref(run, ref)) is not None:
+            update(run, ref, before)
+        if before is not None:
             return self._job_at(run, record, before)
         return Explanation(reason("request-lost", job=ref.job_id)).job("", "unknown")
 

@@ -99,16 +99,16 @@ def submission_recorded(run: RunDir, ref: JobRef) -> Iterator[None]:
         there = previous_job_ref(run, there)  # for a repeated request
     before = None if there is None else dataclasses.asdict(there)
     intent = dataclasses.replace(ref, confirmed=False, asked=time.time(), before=before)
-    _write(run, intent)
+    update(run, None, intent)
     try:
         yield
     except SchedulerSilentError:
-        _write(run, dataclasses.replace(intent, asked=time.time()))
+        update(run, None, dataclasses.replace(intent, asked=time.time()))
         raise
     except SchedulerError:
-        _write(run, there)
+        update(run, None, there)
         raise
-    _write(run, confirmed(intent))
+    update(run, None, confirmed(intent))
 
 
 def confirmed(intent: JobRef) -> JobRef:
@@ -116,42 +116,22 @@ def confirmed(intent: JobRef) -> JobRef:
     return dataclasses.replace(intent, confirmed=True, before=None)
 
 
-def withdraw_intent(run: RunDir, intent: JobRef) -> None:
-    """Restore the document from before a request that created no job, unless another was made meanwhile."""
-    with _writing(run):
-        if _is_still(run, intent):
-            _put(run, previous_job_ref(run, intent))
+def update(run: RunDir, old: JobRef | None, new: JobRef | None) -> None:
+    """Replace the document of ``old``, unless another job was submitted meanwhile; None: any. Raises OSError.
 
-
-def update(run: RunDir, old: JobRef, new: JobRef) -> None:
-    """Replace the document of a job, unless another job was submitted meanwhile. Raises OSError."""
-    with _writing(run):
-        if _is_still(run, old):
-            _put(run, new)
-
-
-def _write(run: RunDir, ref: JobRef | None) -> None:
-    with _writing(run):
-        _put(run, ref)
-
-
-def _put(run: RunDir, ref: JobRef | None) -> None:
+    With None as ``new`` the document is removed.
+    """
     path = run.path / "kubernetes.json"
-    if ref is None:
-        path.unlink(missing_ok=True)
-    else:
-        write_document(path, dataclasses.asdict(ref))
-
-
-def _writing(run: RunDir) -> contextlib.AbstractContextManager[bool]:
-    """Lock the file: concurrent commands, such as status and resume, may both write it."""
-    return locked(run.path / "kubernetes.lock", wait_seconds=_LOCK_SECONDS)
-
-
-def _is_still(run: RunDir, ref: JobRef) -> bool:
-    """Return whether the document is of this job and this request, or there is none."""
-    there = read_document(run.path / "kubernetes.json")
-    return there is None or (there.get("job_id"), there.get("asked", 0.0)) == (ref.job_id, ref.asked)
+    # Concurrent commands, such as status and resume, may both write it.
+    with locked(run.path / "kubernetes.lock", wait_seconds=_LOCK_SECONDS):
+        there = None if old is None else read_document(path)
+        known = None if there is None else (there.get("job_id"), there.get("asked", 0.0))
+        if old is not None and known not in (None, (old.job_id, old.asked)):
+            return
+        if new is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_document(path, dataclasses.asdict(new))
 
 
 def record_end(run: RunDir, ref: JobRef, job: Job) -> None:

@@ -111,18 +111,15 @@ def commands_check() -> Check:
     missing = [other for other in ("srun", "squeue", "scontrol", "sacct") if shutil.which(other) is None]
     if missing:
         return Check("slurm", "warn", path, f"{', '.join(missing)} not found; check PATH")
-    code, text = _answer_of(["scontrol", "ping"])
+    try:
+        done = subprocess.run(
+            ["scontrol", "ping"], capture_output=True, text=True, timeout=_CHECK_SECONDS, errors="replace"
+        )
+        code, text = done.returncode, (done.stdout or done.stderr).strip()
+    except subprocess.TimeoutExpired:
+        code, text = 124, f"no answer within {_CHECK_SECONDS} s"
+    except OSError as error:
+        code, text = 126, error.strerror or str(error)
     if code != 0:
         return Check("slurm", "warn", path, f"the controller does not answer: {text.splitlines()[0] if text else code}")
     return Check("slurm", "ok", f"{path}, {text.splitlines()[0] if text else 'the controller answers'}")
-
-
-def _answer_of(command: list[str]) -> tuple[int, str]:
-    """Return the exit code and the output of a command; 124 where it does not answer within _CHECK_SECONDS."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_SECONDS, errors="replace")
-    except subprocess.TimeoutExpired:
-        return 124, f"no answer within {_CHECK_SECONDS} s"
-    except OSError as error:
-        return 126, error.strerror or str(error)
-    return done.returncode, (done.stdout or done.stderr).strip()

@@ -209,7 +209,7 @@ def test_a_status_of_an_earlier_job_does_not_overwrite_a_later_submission(made: 
     second = resume(made.run).submission.job_id
     job_ref.record_end(made.run, stale, Job(stale.job_id, "ended", "the job is no longer in the cluster"))
     job_ref.record_progress(made.run, stale, {"step": 3})
-    job_ref.withdraw_intent(made.run, stale)
+    job_ref.update(made.run, stale, None)
     assert (job(made).id, job(made).state) == (second, "queued")
 
 
