@@ -6,13 +6,16 @@ far as enough nodes remain.
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import typed, undamaged_document, write_document
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import locked
 
 _LOCK_SECONDS = 10.0
@@ -139,3 +142,19 @@ def exclusion(
             spared.append(node.node)
     reason = Reason("launch.nodes-not-excluded", {"needed": needed, "usable": len(set(usable))}) if spared else None
     return Exclusion(tuple(sorted(excluded)), tuple(sorted(spared)), reason)
+
+
+def next_exclusion(
+    run: RunDir, usable: Callable[[], Collection[str]], needed: int, pinned: Collection[str] = ()
+) -> Exclusion:
+    """Return the exclusion of the bad nodes of a run's root; none, with the reason, if the scheduler does not answer.
+
+    ``usable`` asks the scheduler; it is called only if there are bad nodes. The rest as for exclusion().
+    """
+    if not (bad := read_bad_nodes(run.path.parent, time.time())):
+        return Exclusion()
+    try:
+        return exclusion(bad, usable=usable(), needed=needed, pinned=pinned)
+    except SchedulerError as error:
+        spared = tuple(sorted(node.node for node in bad))
+        return Exclusion(spared=spared, reason=error.reason or recorded(error.message))

@@ -4,12 +4,12 @@ A job that does not fit now gives a note, since it can wait. One that can never 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from scaletrain_cli.errors import Problem, SchedulerError
+from scaletrain_cli.errors import Problem
 from scaletrain_cli.launch.backends.base import Start
 from scaletrain_cli.launch.backends.kubernetes import api_kinds as kinds
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, ForbiddenError
@@ -27,8 +27,8 @@ from scaletrain_cli.launch.backends.kubernetes.quota import (
     quantity_text,
     tolerated,
 )
-from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.bad_nodes import Exclusion, exclusion, read_bad_nodes
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.bad_nodes import Exclusion, next_exclusion
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import listed
@@ -257,15 +257,17 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
     nodes = cluster.find(kinds.NODE, "")
     per_pod = {name: amount / spec.cluster.nodes for name, amount in _needed(spec, pod).items()}
     candidates = [_fit(nodes, per_pod, placement) for placement in placements]
-    best = max(candidates, key=lambda best: (best.fits, best.cordoned), default=None)
-    if best is None or best.fits >= spec.cluster.nodes:
+    if not candidates:
         return
-    if best.fits + best.cordoned >= spec.cluster.nodes:
-        yield reason("nodes-cordoned", nodes=best.why[_CORDONED])
+    fits, cordoned, unfit = max(candidates, key=lambda found: found[:2])
+    if fits >= spec.cluster.nodes:
+        return
+    if fits + cordoned >= spec.cluster.nodes:
+        yield reason("nodes-cordoned", nodes=unfit[_CORDONED])
         yield Start(None, reason("start-nodes-cordoned"))
         return
-    lacks = ", ".join(f"{count} lack {lack}" for lack, count in sorted(best.why.items(), key=lambda item: -item[1]))
-    numbers = {"nodes": len(nodes), "fit": best.fits, "needed": spec.cluster.nodes, "lacks": lacks}
+    lacks = ", ".join(f"{count} lack {lack}" for lack, count in unfit.most_common())
+    numbers = {"nodes": len(nodes), "fit": fits, "needed": spec.cluster.nodes, "lacks": lacks}
     pools = any(label in node["metadata"].get("labels", {}) for node in nodes for label in _GROWING)
     if may_grow or pools:
         yield reason("nodes-until-pools-grow" if pools else "nodes-until-admission-check", **numbers)
@@ -275,21 +277,8 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
         yield Problem.because(spec.where("cluster.nodes"), "cluster.nodes", why, spec.cluster.nodes)
 
 
-@dataclass(frozen=True)
-class _Placement:
-    """The labels that a node must have, and the taints that the pod tolerates."""
-
-    labels: Mapping[str, str]
-    tolerations: Sequence[Object]
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """The number of pods that fit now, and after nodes are uncordoned; ``why`` counts unfit nodes by cause."""
-
-    fits: int
-    cordoned: int
-    why: Mapping[str, int]
+# The labels that a node must have, and the taints that the pod tolerates.
+_Placement = tuple[Mapping[str, str], Sequence[Object]]
 
 
 def _placements(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Placement], bool]:
@@ -300,32 +289,31 @@ def _placements(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Pla
     selector, tolerations = pod.get("nodeSelector", {}), list(pod.get("tolerations", ()))
     kubernetes = spec.cluster.kubernetes
     if not kubernetes.kueue or kubernetes.queue is None:
-        return [_Placement(selector, tolerations)], False
+        return [(selector, tolerations)], False
     local = cluster.get(kinds.LOCAL_QUEUE, kubernetes.used_namespace, kubernetes.queue)
     queue = cluster.get(kinds.CLUSTER_QUEUE, "", local["spec"]["clusterQueue"]) if local is not None else None
     if queue is None:
         return [], False  # reported by the check of the queue
     flavors = {flavor["metadata"]["name"]: flavor for flavor in cluster.find(kinds.FLAVOR, "")}
-    found = []
+    found: list[_Placement] = []
     for name in flavors_for(queue, flavors, _needed(spec, pod), pod):
         more = flavors[name].get("spec", {})
-        placement = _Placement({**more.get("nodeLabels", {}), **selector}, [*tolerations, *more.get("tolerations", ())])
-        found.append(placement)
+        found.append(({**more.get("nodeLabels", {}), **selector}, [*tolerations, *more.get("tolerations", ())]))
     return found, any(key in queue["spec"] for key in ("admissionChecks", "admissionChecksStrategy"))
 
 
-def _fit(nodes: Sequence[Object], per_pod: Mapping[str, Fraction], placement: _Placement) -> _Fit:
-    why: dict[str, int] = {}
-    fits = cordoned = 0
+def _fit(
+    nodes: Sequence[Object], per_pod: Mapping[str, Fraction], placement: _Placement
+) -> tuple[int, int, Counter[str]]:
+    """Return how many pods fit now, how many more once nodes are uncordoned, and the number of unfit nodes by cause."""
+    fits, why = {"": 0, _CORDONED: 0}, Counter[str]()
     for node in nodes:
-        misfit = misfits(node, per_pod, placement.labels, placement.tolerations)
-        if misfit:
-            why[misfit] = why.get(misfit, 0) + 1
-        if not misfit:
-            fits += _pods_on(node, per_pod)
-        elif misfit == _CORDONED:
-            cordoned += _pods_on(node, per_pod)
-    return _Fit(fits, cordoned, why)
+        misfit = misfits(node, per_pod, *placement)
+        why[misfit] += 1
+        if misfit in fits:
+            fits[misfit] += _pods_on(node, per_pod)
+    del why[""]
+    return fits[""], fits[_CORDONED], why
 
 
 def _pods_on(node: Object, per_pod: Mapping[str, Fraction]) -> int:
@@ -341,18 +329,14 @@ def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> E
 
     ``reach`` returns the connection; it is called only if there are bad nodes.
     """
-    if not (bad := read_bad_nodes(run.path.parent, time.time())):
-        return Exclusion()
-    try:
-        nodes = reach().find(kinds.NODE, "")
-    except SchedulerError as error:
-        return Exclusion(
-            spared=tuple(sorted(node.node for node in bad)), reason=error.reason or recorded(error.message)
-        )
     cluster = spec.cluster
     wanted = {} if cluster.gpu == "cpu" else {cluster.kubernetes.gpu_resource: cluster.gpus_per_node}
-    usable = {node["metadata"]["name"] for node in nodes if not misfits(node, wanted, {}, None)}
-    return exclusion(bad, usable=usable, needed=cluster.nodes)
+
+    def usable() -> set[str]:
+        nodes = reach().find(kinds.NODE, "")
+        return {node["metadata"]["name"] for node in nodes if not misfits(node, wanted, {}, None)}
+
+    return next_exclusion(run, usable, cluster.nodes)
 
 
 def misfits(

@@ -16,8 +16,8 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm import tables
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.tables import Association, Limit, Node, Partition, QosRule
-from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.bad_nodes import Exclusion, exclusion, read_bad_nodes
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.bad_nodes import Exclusion, next_exclusion
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import ClusterSpec, RunSpec
@@ -276,18 +276,10 @@ def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
 
     With a range of nodes, at least its smallest size remains.
     """
-    bad = read_bad_nodes(run.path.parent, time.time())
-    if not bad:
-        return Exclusion()
     slurm, given = spec.cluster.slurm, spec.cluster.node_range
     needed = (spec.cluster.nodes if given is None else given.min) + spec.cluster.spare_nodes
-    try:
-        usable = usable_nodes(spec.cluster) - set(tables.node_names(slurm.exclude or ""))
-        pinned = set(tables.node_names(slurm.nodelist or ""))
-    except SchedulerError as error:
-        spared = tuple(sorted(node.node for node in bad))
-        return Exclusion(spared=spared, reason=error.reason or recorded(error.message))
-    return exclusion(bad, usable=usable, needed=needed, pinned=pinned)
+    left_out, pinned = tables.node_names(slurm.exclude or ""), tables.node_names(slurm.nodelist or "")
+    return next_exclusion(run, lambda: usable_nodes(spec.cluster).difference(left_out), needed, pinned)
 
 
 def record_exclusion(run: RunDir, excluded: Exclusion) -> None:
