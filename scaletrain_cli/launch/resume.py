@@ -8,7 +8,7 @@ all of it. A crash in between leaves a revision without a job, which the next re
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from scaletrain_cli.rundir.record import (
     read_record,
     withdraw_revision,
 )
-from scaletrain_cli.spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -147,15 +146,42 @@ def resume(
             raise UsageError(Reason("launch.resume-resized-meanwhile", {"run": run.run_id}))
         spec = record.spec if resize is None else resize.spec
         scheduler = scheduler or backend_for(spec.cluster.scheduler)
-        with (
-            _secrets_stored(run, spec),
-            _recorded(run, SCHEDULE_EVENT, None if resize is None else _schedule_details(resize)),
-            _revised(run, record, resize) as revised,
-            _recorded(run, "from-scratch", {} if from_scratch else None),
-            _stop_files_moved_aside(run),
-        ):
+        with contextlib.ExitStack() as changes:
+
+            def undone(undo: Callable[[], object]) -> None:
+                changes.enter_context(undone_if_refused(undo))
+
+            def recorded_event(event: str, details: Mapping[str, Any] | None) -> None:
+                """Record an event about the next attempt, unless ``details`` is None."""
+                if details is not None:
+                    record_event(run, event, **details)
+                    undone(lambda: withdraw_event(run, event))
+
+            had_secrets = run.secrets.exists()
+            keep_secrets(run, spec)  # the end of a run removes them
+            if not had_secrets:
+                undone(lambda: forget_secrets(run))
+            recorded_event(SCHEDULE_EVENT, None if resize is None else _schedule_details(resize))
+            revised = record if resize is None or not resize.changes else _revise(run, record, resize, undone)
+            recorded_event("from-scratch", {} if from_scratch else None)
+            # Moved aside: they would end the job at once.
+            aside = {file: file.with_name(f"{file.name}.lifted") for file in (run.stop_file, run.manual_stop_file)}
+            for lifted in aside.values():
+                lifted.unlink(missing_ok=True)  # left by a resume that crashed
+            _rename(aside)
+            undone(lambda: _rename({lifted: file for file, lifted in aside.items()}))
             fetch_to_shared_cache(revised.spec, revised.hub, os.environ)
-            return Resumption(report, submit_prepared(run, revised, scheduler, preparation_tasks, say, automatic))
+            submission = submit_prepared(run, revised, scheduler, preparation_tasks, say, automatic)
+            for lifted in aside.values():
+                lifted.unlink(missing_ok=True)
+            return Resumption(report, submission)
+
+
+def _rename(names: Mapping[Path, Path]) -> None:
+    """Rename those of the files that exist."""
+    for file, name in names.items():
+        with contextlib.suppress(FileNotFoundError):
+            file.rename(name)
 
 
 def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, resize: Resize | None = None) -> None:
@@ -212,26 +238,6 @@ def refuse_branch(branch: Branch, resize: Resize) -> None:
         raise UsageError(Reason("launch.resume-stopped-early", name))
 
 
-@contextlib.contextmanager
-def _secrets_stored(run: RunDir, spec: RunSpec) -> Iterator[None]:
-    """Store the values of ``secret_env``, which the end of a run removes; remove them again after a refusal."""
-    had = run.secrets.exists()
-    keep_secrets(run, spec)
-    with undone_if_refused(lambda: None if had else forget_secrets(run)):
-        yield
-
-
-@contextlib.contextmanager
-def _recorded(run: RunDir, event: str, details: Mapping[str, Any] | None) -> Iterator[None]:
-    """Record an event about the next attempt, unless ``details`` is None; remove it if the scheduler refuses."""
-    if details is None:
-        yield
-        return
-    record_event(run, event, **details)
-    with undone_if_refused(lambda: withdraw_event(run, event)):
-        yield
-
-
 def _schedule_details(resize: Resize) -> dict[str, Any] | None:
     """Return the event about another length or schedule; None if both stay. Other keys are in the revision."""
     if (schedule := resize.schedule) is None:
@@ -244,32 +250,10 @@ def _schedule_details(resize: Resize) -> dict[str, Any] | None:
     return {"revision": resize.after.revision, "changes": changes, **schedule.to_json()}
 
 
-@contextlib.contextmanager
-def _stop_files_moved_aside(run: RunDir) -> Iterator[None]:
-    """Move the stop files aside, which would end the job at once; move them back if the scheduler refuses."""
-    aside = {file: file.with_name(f"{file.name}.lifted") for file in (run.stop_file, run.manual_stop_file)}
-    for file, lifted in aside.items():
-        lifted.unlink(missing_ok=True)  # left by a resume that crashed
-        with contextlib.suppress(FileNotFoundError):
-            file.rename(lifted)
-
-    def put_back() -> None:
-        for file, lifted in aside.items():
-            with contextlib.suppress(FileNotFoundError):
-                lifted.rename(file)
-
-    with undone_if_refused(put_back):
-        yield
-    for lifted in aside.values():
-        lifted.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[RunRecord]:
-    """Yield the record that the job will read; remove a new revision if the scheduler refuses."""
-    if resize is None or not resize.changes:
-        yield record
-        return
+def _revise(
+    run: RunDir, record: RunRecord, resize: Resize, undone: Callable[[Callable[[], object]], None]
+) -> RunRecord:
+    """Write a new revision and return the record that the job will read; ``undone`` takes how to remove it."""
     hub = resolve_commits(resize.spec, os.environ, record.hub)
     made: list[Path] = []
     try:
@@ -292,5 +276,5 @@ def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[
         withdraw_revision(run, revised.revision)
         remove_snapshot(made)
 
-    with undone_if_refused(withdraw):
-        yield revised
+    undone(withdraw)
+    return revised
