@@ -86,6 +86,14 @@ class AttemptRecord:
         return reason_from({"code": self.code, "params": self.params, "text": self.message})
 
     @property
+    def end(self) -> Reason:
+        """The exit code and why, with the decision that followed, if there was one."""
+        params = {"attempt": self.number, "exit_code": self.exit_code, "end": self.why}
+        if self.decision is None:
+            return Reason("launch.attempt-ended", params)
+        return Reason("launch.attempt-ended-decided", params | {"decision": self.decision.reason})
+
+    @property
     def may_be_followed(self) -> bool:
         """Return whether another attempt may follow without a resume: True unless the decision was to stop the run."""
         return self.decision is None or self.decision.requeue or self.decision.left_to_scheduler

@@ -91,12 +91,7 @@ def why_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord | None, job
     """Return why the last attempt ended; if no end was recorded, as far as ``job`` shows it."""
     if attempt is None:
         return Reason("launch.no-attempt")
-    if attempt.ended is None:
-        return unreported_end(run, record, attempt, job).why
-    params = {"attempt": attempt.number, "exit_code": attempt.exit_code, "end": attempt.why}
-    if attempt.decision is None:
-        return Reason("launch.attempt-ended", params)
-    return Reason("launch.attempt-ended-decided", params | {"decision": attempt.decision.reason})
+    return attempt.end if attempt.ended is not None else unreported_end(run, record, attempt, job).why
 
 
 SETTLED_SECONDS = 3600.0  # since the recorded end of a run: its job has ended, too

@@ -324,13 +324,8 @@ def _decide_on_restart(
 
 
 def _end_of(attempt: AttemptRecord, code: int) -> PodEnd:
-    params = {"attempt": attempt.number, "exit_code": attempt.exit_code, "end": attempt.why}
-    decided = attempt.decision is not None
-    if attempt.decision is not None:
-        params["decision"] = attempt.decision.reason
-    why = Reason("launch.attempt-ended-decided" if decided else "launch.attempt-ended", params)
     requeue = None if attempt.decision is None else attempt.decision.requeue
-    return PodEnd(code, why, attempt.number, attempt.last_step, attempt.last_checkpoint_step, requeue)
+    return PodEnd(code, attempt.end, attempt.number, attempt.last_step, attempt.last_checkpoint_step, requeue)
 
 
 def _await_decision(run: RunDir, number: int, code: int, why: Reason | None = None) -> tuple[RunDir, int] | PodEnd:
