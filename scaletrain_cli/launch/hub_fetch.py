@@ -8,6 +8,7 @@ download goes on where it ended.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import selectors
@@ -227,7 +228,11 @@ class Fetch:
                 ordered = sorted(uses, key=lambda use: str(self._settings.repo_folder(use.reference)))
                 by_snapshot: dict[Path, tuple[Listing, dict[str, HubFile]]] = {}
                 for use in ordered:
-                    listing, files = self._select(use, commits[use.text], locks)
+                    listing = resolve(use.reference, self._settings, commits[use.text])
+                    self._lock(self._settings.repo_folder(use.reference), locks)
+                    with _errors_of_cache(self._settings):
+                        read = functools.partial(read_small_file, listing, settings=self._settings)
+                        files = selected_files(use, listing, read)
                     snapshot = self._settings.snapshot(use.reference, listing.commit)
                     by_snapshot.setdefault(snapshot, (listing, {}))[1].update({file.path: file for file in files})
                 self._fetch_missing(by_snapshot.values())
@@ -238,12 +243,6 @@ class Fetch:
             self._ended.set()
             reporter.join()
         return dataclasses.replace(self._progress(), state="done")
-
-    def _select(self, use: HubUse, commit: str, locks: contextlib.ExitStack) -> tuple[Listing, tuple[HubFile, ...]]:
-        listing = resolve(use.reference, self._settings, commit)
-        self._lock(self._settings.repo_folder(use.reference), locks)
-        with _errors_of_cache(self._settings):
-            return listing, selected_files(use, listing, lambda file: read_small_file(listing, file, self._settings))
 
     def _lock(self, folder: Path, locks: contextlib.ExitStack) -> None:
         """Take the lock of a repository, so that of several fetches one downloads and the others find the files.

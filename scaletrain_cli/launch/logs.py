@@ -133,12 +133,10 @@ class LogFollower:
             if number >= self._first:
                 for file in _files_of(self._run, number):
                     if self._rank in (None, file.rank):
-                        found += [LogLine(file, text) for text in self._read(file.path, to_the_end)]
+                        lines = _new_text(file.path, self._positions, to_the_end=to_the_end).split("\n")
+                        lines = lines[:-1] if lines[-1] == "" else lines
+                        found += [LogLine(file, line.rstrip("\r")) for line in lines]
         return found
-
-    def _read(self, path: Path, to_the_end: bool) -> list[str]:
-        lines = _new_text(path, self._positions, to_the_end=to_the_end).split("\n")
-        return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
 
 
 def _new_text(path: Path, positions: dict[Path, int], *, to_the_end: bool = False) -> str:

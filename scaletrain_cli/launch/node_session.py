@@ -76,17 +76,13 @@ def node_of_run(run: RunDir, node: str | None = None, rank: int | None = None) -
     if status.state != "running":
         raise UsageError(Reason("launch.session-not-running", {"run": run.run_id, "state": status.state}))
     count = record.spec.cluster.nodes
-    names = status.nodes if len(status.nodes) == count else _nodes_of_attempt(run, status.job_id, count)
+    names = status.nodes
+    if len(names) != count:  # the job holds more nodes than the run uses, or they are not known
+        latest = next(reversed(read_attempts(run)), None)
+        names = latest.nodes if latest is not None and latest.job_id == status.job_id else ()
+    names = names if len(names) == count else ()
     number = _number(run, record, names, node, rank)
     return record, JobNode(status.job_id, number, names[number] if names else f"node {number}", named=bool(names))
-
-
-def _nodes_of_attempt(run: RunDir, job_id: str, count: int) -> tuple[str, ...]:
-    """Return the nodes of the latest attempt, for a job that holds more nodes than the run uses; empty if unknown."""
-    attempts = read_attempts(run)
-    if not attempts or attempts[-1].job_id != job_id or len(attempts[-1].nodes) != count:
-        return ()
-    return attempts[-1].nodes
 
 
 def _number(run: RunDir, record: RunRecord, names: tuple[str, ...], node: str | None, rank: int | None) -> int:

@@ -274,25 +274,21 @@ def run_preflight(
         status = wait_for_end(made.run, scheduler, timeout_seconds, on_status)
         code = exit_code_of(made.run, status)
         kept = code != 0
-        return _report(made.run, status, code, made.run.path if kept else None)
+        attempt = made.run.attempt(max(made.run.attempts(), default=1))
+        together = read_document(attempt / "preflight.json") or {}
+        inspected = (read_document(path) for path in sorted((attempt / "preflight").glob("[!.]*.json")))
+        return Preflight(
+            exit_code=code,
+            why=status.why if kept else "",
+            ranks=tuple(together.get("ranks", ())),
+            findings=tuple(together.get("findings", ())),
+            nodes=tuple(node for node in inspected if node is not None),
+            all_reduce_seconds=together.get("all_reduce_seconds"),
+            all_reduce_planned_seconds=together.get("all_reduce_planned_seconds"),
+            folder=made.run.path if kept else None,
+        )
     finally:
         if not kept:
             shutil.rmtree(folder / name, ignore_errors=True)
             if folder != runs_root():
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _report(run: RunDir, status: RunStatus, code: int, folder: Path | None) -> Preflight:
-    attempt = run.attempt(max(run.attempts(), default=1))
-    together = read_document(attempt / "preflight.json") or {}
-    inspected = (read_document(path) for path in sorted((attempt / "preflight").glob("[!.]*.json")))
-    return Preflight(
-        exit_code=code,
-        why="" if code == 0 else status.why,
-        ranks=tuple(together.get("ranks", ())),
-        findings=tuple(together.get("findings", ())),
-        nodes=tuple(node for node in inspected if node is not None),
-        all_reduce_seconds=together.get("all_reduce_seconds"),
-        all_reduce_planned_seconds=together.get("all_reduce_planned_seconds"),
-        folder=folder,
-    )

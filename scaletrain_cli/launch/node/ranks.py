@@ -98,11 +98,27 @@ def rank_environment(
         threads = 1 if cluster.gpu == "cpu" else max(1, cores // cluster.gpus_per_node)
     is_set = any(name in known for name in _ALLOCATOR_VARIABLES for known in (base, spec.env))
     allocator = {} if is_set or cluster.gpu == "cpu" else {_ALLOCATOR_VARIABLES[0]: _ALLOCATOR_SETTINGS}
+    launcher = {}  # for a program that starts its own ranks; torchrun reads PET_* where it has no option
+    if spec.code.processes_per_node == 1:
+        launcher = {
+            "NNODES": str(cluster.nodes),
+            "NPROC_PER_NODE": str(cluster.gpus_per_node),
+            "PET_NNODES": str(cluster.nodes),
+            "PET_NPROC_PER_NODE": str(cluster.gpus_per_node),
+            "PET_NODE_RANK": str(agent.node_rank),
+            "PET_MASTER_ADDR": agent.master_addr,
+            "PET_MASTER_PORT": str(agent.master_port),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(cluster.grace_seconds)),
+        }
+    # gloo takes the address that the host name resolves to, which may be a loopback address; ranks on GPUs use it, too.
+    gloo = {}
+    if cluster.nodes > 1 and _GLOO_INTERFACE not in base and (interface := _route_interface(agent.master_addr)):
+        gloo = {_GLOO_INTERFACE: interface}  # of the route to the first node
     environment = {
         **base,
         **allocator,
-        **_launcher_defaults(spec, agent),
-        **_gloo_interface(agent.master_addr if cluster.nodes > 1 else "", base),
+        **launcher,
+        **gloo,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # otherwise a crash would lose the last lines of the log
         **spec.env,
@@ -125,33 +141,6 @@ def rank_environment(
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-
-
-def _launcher_defaults(spec: RunSpec, agent: AgentOptions) -> dict[str, str]:
-    """Return the variables for a program that starts its own ranks. torchrun reads PET_* where it has no option."""
-    if spec.code.processes_per_node != 1:
-        return {}
-    cluster = spec.cluster
-    return {
-        "NNODES": str(cluster.nodes),
-        "NPROC_PER_NODE": str(cluster.gpus_per_node),
-        "PET_NNODES": str(cluster.nodes),
-        "PET_NPROC_PER_NODE": str(cluster.gpus_per_node),
-        "PET_NODE_RANK": str(agent.node_rank),
-        "PET_MASTER_ADDR": agent.master_addr,
-        "PET_MASTER_PORT": str(agent.master_port),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(cluster.grace_seconds)),
-    }
-
-
-def _gloo_interface(master_addr: str, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable for gloo's network interface: that of the route to the first node; empty if it is unknown.
-
-    gloo takes the address that the host name resolves to, which may be a loopback address; ranks on GPUs use it, too.
-    """
-    if not master_addr or _GLOO_INTERFACE in base or (interface := _route_interface(master_addr)) is None:
-        return {}
-    return {_GLOO_INTERFACE: interface}
 
 
 @functools.cache  # the ranks of a node have the same

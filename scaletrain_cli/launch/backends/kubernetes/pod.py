@@ -205,7 +205,7 @@ def pod_template(
 
 
 def _pod(
-    spec: RunSpec, container: dict[str, Any], volumes: Sequence[Any], tolerated: Sequence[Any] | None, seconds: float
+    spec: RunSpec, container: dict[str, Any], volumes: Sequence[Any], tolerated: Sequence[Any], seconds: float
 ) -> dict[str, Any]:
     """Return what the ``spec`` of every kind of pod has: one container with the image and the rights of the run.
 
@@ -228,7 +228,7 @@ def _pod(
         "containers": [named | container | {"terminationMessagePolicy": "FallbackToLogsOnError"}],
         "volumes": volumes,
     }
-    if tolerated is not None:
+    if tolerated:
         pod["tolerations"] = tolerated
     if kubernetes.service_account is not None:
         pod["serviceAccountName"] = kubernetes.service_account
@@ -261,7 +261,7 @@ def preparation_template(
         "volumeMounts": list(_mounts(spec)),
     }
     volumes = list(_volumes(spec, config_map, (PREPARATION_DOCUMENT,), settings.memory // 2))
-    pod = _pod(spec, container, volumes, [_own_toleration(each) for each in own] or None, _PREPARATION_GRACE_SECONDS)
+    pod = _pod(spec, container, volumes, [*map(_own_toleration, own)], _PREPARATION_GRACE_SECONDS)
     selector = kubernetes.node_selector if settings.node_selector is None else settings.node_selector
     if selector:
         pod["nodeSelector"] = dict(selector)
