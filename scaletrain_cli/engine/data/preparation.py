@@ -119,8 +119,8 @@ def _checked(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[
     if is_of_images(spec):
         seconds = source_bytes(spec, known) / _IMAGE_BYTES_PER_SECOND
         return {"prepared": False, "seconds": seconds, "datasets": entries}
-    seconds = preparation_seconds(spec, runs_root, workers=1) if spec.training.objective == "causal_lm" else None
-    seconds = sum(_bytes(spec, known)) / _ROW_BYTES_PER_SECOND if seconds is None else seconds
+    estimate = preparation_seconds(spec, runs_root, workers=1) if spec.training.objective == "causal_lm" else None
+    seconds = sum(_bytes(spec, known)) / _ROW_BYTES_PER_SECOND if estimate is None else estimate
     if isinstance(spec.model, LlavaSpec):
         seconds += bytes_of_named_images(spec.data) / _IMAGE_BYTES_PER_SECOND
     return {"prepared": False, "seconds": seconds, "datasets": entries}
