@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from scaletrain_cli.data.run_datasets import prepare_run_datasets
+from scaletrain_cli.data.prepared import prepare_run_datasets
 from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.checkpoint.memory_copies import MemoryCopies
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule

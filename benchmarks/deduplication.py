@@ -25,8 +25,8 @@ PROJECT = Path(__file__).parents[1]
 sys.path.insert(0, str(PROJECT))
 
 from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, run_job  # noqa: E402
+from scaletrain_cli.data.duplicates.clusters import parts  # noqa: E402
 from scaletrain_cli.data.duplicates.corpus import Sections  # noqa: E402
-from scaletrain_cli.data.duplicates.verification import parts  # noqa: E402
 from tests.data.duplicates.planted import PlantedTexts, plain_similarity  # noqa: E402
 
 PER_TASK = 5000

@@ -1,5 +1,11 @@
 """The optional extras of this package: the modules of each, and the command that installs it."""
 
+import importlib
+from typing import Any
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+
 # As in pyproject.toml, by the names that are imported; a test compares.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": ("torch", "deepspeed", "huggingface_hub", "jinja2", "pynvml", "safetensors", "tokenizers"),
@@ -35,3 +41,13 @@ def install_command(extra: str) -> str:
     found = checkout()
     where = f"the checkout {found}" if found else "a checkout of ScaleTrain"
     return f"pip install -c constraints.txt '.[{extra}]' in {where}"
+
+
+def require(module: str, extra: str) -> Any:
+    """Return a module of an optional extra. Raises UsageError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            Reason("sources.library-missing", {"module": module, "command": install_command(extra)})
+        ) from error

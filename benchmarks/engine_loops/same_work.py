@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from engine_loops.rivals import Loop, MicroBatches, ddp_around, deepspeed_around, elements_of, optimizer_of
 from scaletrain_cli.engine.data.loader import Loader
 from scaletrain_cli.engine.trainer import Trainer
-from scaletrain_cli.spec.schedules import learning_rate
+from scaletrain_cli.spec.training import learning_rate
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.run_datasets import prepare_run_datasets
+from scaletrain_cli.data.prepared import prepare_run_datasets
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.drill import VARIABLE
 from scaletrain_cli.launch.preparation import prepare_data

@@ -11,8 +11,7 @@ from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.images.reading import describe_index
 from scaletrain_cli.data.pipeline.report import NAME as REPORT
 from scaletrain_cli.data.pipeline.shards import SCHEMA
-from scaletrain_cli.data.prepared import prepare_data
-from scaletrain_cli.data.run_datasets import prepare_run_datasets
+from scaletrain_cli.data.prepared import prepare_data, prepare_run_datasets
 from scaletrain_cli.data.token_files import open_source
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, reason_from

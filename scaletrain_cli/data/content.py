@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from scaletrain_cli.data.sources.local_files import paths_of, require_unchanged
-from scaletrain_cli.data.sources.records import SourceFile
+from scaletrain_cli.data.sources.records import SourceFile, paths_of, require_unchanged
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import replace_file

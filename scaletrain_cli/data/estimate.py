@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.sources.beginning import FILES_READ, Beginning, read_beginning
+from scaletrain_cli.data.sources.formats import FILES_READ, Beginning, read_beginning
 from scaletrain_cli.data.sources.listing import source_files
+from scaletrain_cli.data.sources.places import is_remote
 from scaletrain_cli.data.sources.records import Columns, Record, SourceFile, TokenRecord
-from scaletrain_cli.data.sources.stores import is_remote
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.rundir.documents import read_document
@@ -197,7 +197,7 @@ def _stored_bytes(file: SourceFile, beginning: Beginning) -> float | None:
     if isinstance(records[0], TokenRecord):
         return float(sum(record.tokens.nbytes for record in records if isinstance(record, TokenRecord)))
     if file.kind == "parquet" and not is_remote(file.path):
-        from scaletrain_cli.data.sources.libraries import require
+        from scaletrain_cli.extras import require
 
         if rows := int(require("pyarrow.parquet", "parquet").read_metadata(file.path).num_rows):
             return file.size * len(records) / rows

@@ -1,4 +1,4 @@
-"""The stages of a run's mixture: from its spec, and with the changes that its resumes have made and recorded.
+"""Which batches a run trains on: those that it leaves out, and the stages of its mixture, as resumes change them.
 
 Stages count samples by the numbers of batches, which skipped batches keep: stage ``start`` begins with the batch of
 that number, whichever batches are skipped before it, so that no rollback moves a sample to another batch.
@@ -11,6 +11,42 @@ from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.sources import SourceSpec
+
+SkipRange = tuple[int, int]
+
+
+def merged_skip_ranges(skip_ranges: Iterable[SkipRange]) -> tuple[SkipRange, ...]:
+    """Return the same batches as disjoint ranges in ascending order, with adjacent ranges merged."""
+    found: list[SkipRange] = []
+    for first, last in sorted(skip_ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+def batch_number(step: int, skip_ranges: Iterable[SkipRange]) -> int:
+    """Return the ``step``-th batch (1-based) outside ``skip_ranges``, merged by ``merged_skip_ranges``."""
+    number = step
+    for first, last in skip_ranges:
+        if first > number:
+            break
+        number += last - first + 1
+    return number
+
+
+def skipped_until(batch: int, skip_ranges: Iterable[SkipRange]) -> tuple[SkipRange, ...]:
+    """Return the part of skip ranges up to a batch, as disjoint ranges in ascending order."""
+    return tuple((first, min(last, batch)) for first, last in merged_skip_ranges(skip_ranges) if first <= batch)
+
+
+def keeps_batches(step: int, before: Iterable[SkipRange], after: Iterable[SkipRange]) -> bool:
+    """Return True if the first ``step`` steps have the same batches with the ranges ``after`` as with ``before``."""
+    given = tuple(before)  # which may be an iterator, and is used twice
+    trained = batch_number(step, merged_skip_ranges(given)) if step else 0
+    return skipped_until(trained, given) == skipped_until(trained, after)
+
 
 MIXTURE_EVENT = "mixture"
 

@@ -1,6 +1,6 @@
 """All checks of a run, in one table, and the diagnosis that they make together."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,13 +155,11 @@ def diagnose(run_id: str, case: Case) -> Diagnosis:
             found += check(case)
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):  # a damaged or foreign record
             failed.append(Reason("diagnosis.check-failed", {"check": f"{check.__module__.rpartition('.')[2]}"}))
-    kept = sorted((finding for finding in found if not _is_explained(finding, found)), key=lambda each: each.rank)
+    # A finding is left out if another one that is as severe explains it.
+    explained = [(code, other.rank[0]) for other in found for code in _EXPLAINS.get(other.code, ())]
+    kept = [each for each in found if not any(each.code == code and rank <= each.rank[0] for code, rank in explained)]
+    kept.sort(key=lambda each: each.rank)
     return Diagnosis(run_id, case.history.last_step, len(case.history), tuple(kept), (*failed, *_not_concluded(case)))
-
-
-def _is_explained(finding: Finding, found: Sequence[Finding]) -> bool:
-    """Return whether another finding that is as severe explains this one."""
-    return any(finding.code in _EXPLAINS.get(other.code, ()) and other.rank[0] <= finding.rank[0] for other in found)
 
 
 def _not_concluded(case: Case) -> Iterator[Reason]:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from scaletrain_cli.data.images.compatibility import require_same_tokenizer
 from scaletrain_cli.data.images.prepared import is_of_images
-from scaletrain_cli.data.skip_ranges import SkipRange, batch_number, keeps_batches, merged_skip_ranges
-from scaletrain_cli.data.stages import sources_before
+from scaletrain_cli.data.stages import SkipRange, batch_number, keeps_batches, merged_skip_ranges, sources_before
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identify_base
 from scaletrain_cli.engine.checkpoint.memory_copies import open_memory_copies
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
@@ -27,30 +26,27 @@ from scaletrain_cli.engine.data.rows import RowSamples
 from scaletrain_cli.engine.data.sample_order import mixture_of_run, sample_order
 from scaletrain_cli.engine.data.splits import RunData, Samples, open_data, open_reader
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
-from scaletrain_cli.engine.evaluation.sample_answers import SampleAnswers
+from scaletrain_cli.engine.evaluation.inference import SampleAnswers
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health import preflight
 from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.state_check import StateCheck
 from scaletrain_cli.engine.health.stragglers import Stragglers
-from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.profiler import StepProfiler
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
-from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics
+from scaletrain_cli.engine.metrics.step_measures import DataWaits, DeferredMetrics
 from scaletrain_cli.engine.model.base import VisionModel
-from scaletrain_cli.engine.numa import pin_to_numa_node
+from scaletrain_cli.engine.model.vision.batch_norm import statistics_of
 from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.objectives.dpo import first_loss
 from scaletrain_cli.engine.objectives.reference import ReferencePass
-from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.optim.local_sgd import LocalSGD
-from scaletrain_cli.engine.parallel.batch_norm import statistics_of
+from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh
-from scaletrain_cli.engine.process_group import RankConsensus, Ranks, connect
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks, connect, pin_to_numa_node
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.step_sync import StepSync
@@ -130,9 +126,20 @@ def assemble(
     trained, base = trained_at(spec, resume_point.step), identify_base(spec, ranks, long_consensus)
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming, trained=trained)
     if not is_of_images(spec):
-        _check_rows(composed.objective, spec, layout, data.samples)
+        rows = data.samples if isinstance(data.samples, RowSamples) else None
+        pairs = rows is not None and rows.pairs
+        if composed.objective.reads_pairs and not pairs:
+            raise UsageError(Reason("engine.objective-needs-pairs"))
+        if pairs and not composed.objective.reads_pairs:
+            raise UsageError(Reason("engine.pairs-need-dpo", {"objective": spec.training.objective}))
+        if rows is not None and rows.weighted and layout.cross_entropy == "liger":
+            raise InfeasibleError(Reason("engine.liger-without-weights"))
     else:
-        _describe_classes(composed.objective, data.samples)
+        from scaletrain_cli.engine.data.images.opening import JoinedImages  # which needs Pillow
+        from scaletrain_cli.engine.objectives.images import ImageObjective
+
+        if isinstance(composed.objective, ImageObjective) and isinstance(data.samples, JoinedImages):
+            composed.objective.describe_classes(data.samples.class_names, several_labels=data.samples.several_labels)
     stepper = build_stepper(composed, mesh, device, spec.training, list(data.sizes) if len(data.sizes) > 1 else ())
     average = _weight_average(spec, composed)
     local_sgd = None
@@ -317,27 +324,6 @@ def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks) -> None:
     also_kept = awaited if saved.keep_best is None else 1 + 2 * awaited  # those under evaluation, too
     also_kept += saved.mirror.to is not None  # the one that is being copied
     check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every, also_kept)
-
-
-def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: Samples) -> None:
-    """Raise UsageError or InfeasibleError if the objective cannot train on the rows of the dataset."""
-    rows = train if isinstance(train, RowSamples) else None
-    pairs = rows is not None and rows.pairs
-    if objective.reads_pairs and not pairs:
-        raise UsageError(Reason("engine.objective-needs-pairs"))
-    if pairs and not objective.reads_pairs:
-        raise UsageError(Reason("engine.pairs-need-dpo", {"objective": spec.training.objective}))
-    if rows is not None and rows.weighted and layout.cross_entropy == "liger":
-        raise InfeasibleError(Reason("engine.liger-without-weights"))
-
-
-def _describe_classes(objective: Objective, train: Samples) -> None:
-    """Tell the objective the names of the classes of images, and if an image may have several."""
-    from scaletrain_cli.engine.data.images.opening import JoinedImages  # which needs Pillow
-    from scaletrain_cli.engine.objectives.images import ImageObjective
-
-    if isinstance(objective, ImageObjective) and isinstance(train, JoinedImages):
-        objective.describe_classes(train.class_names, several_labels=train.several_labels)
 
 
 def _require_same_data(

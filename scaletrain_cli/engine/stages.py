@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
-from scaletrain_cli.engine.checkpoint.random_state import random_state, restore_random_state
+from scaletrain_cli.engine.checkpoint.snapshot import random_state, restore_random_state
 from scaletrain_cli.engine.compose import Composed, compose
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.model.materialization import WeightsOfModel

@@ -21,21 +21,19 @@ from scaletrain_cli.engine.faults import STATE_PARTS, Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.state_check import flip_bit, held_tensors
 from scaletrain_cli.engine.health.stragglers import Stragglers
-from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
 from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event
-from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics, StepMeasures
+from scaletrain_cli.engine.metrics.step_measures import DataWaits, DeferredMetrics, StepMeasures
 from scaletrain_cli.engine.metrics.trace_events import DATA, STEP
 from scaletrain_cli.engine.model.attention import attention_kernel_of
 from scaletrain_cli.engine.model.moe import routing_measures
+from scaletrain_cli.engine.model.vision.batch_norm import images_of_statistics
 from scaletrain_cli.engine.objectives.reference import ReferencePass
-from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.optim.local_sgd import LocalSGD
-from scaletrain_cli.engine.parallel.batch_norm import images_of_statistics
+from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import Stepper
@@ -45,7 +43,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.spec.schedules import learning_rate
+from scaletrain_cli.spec.training import learning_rate
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.loop_adapter import StepDecision
 from scaletrain_cli.worker.telemetry import resident_bytes
@@ -188,7 +186,12 @@ class Trainer:
                 self.metrics.flush()  # an attempt that resumes here does not log these steps again
                 self.save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
             if copy_due:
-                self._copy_to_memory(state.step)
+                with self.ledger.during("save"):
+                    self.heartbeat.beat(state.step, "save")
+                    seconds = self.step_sync.schedule.step_seconds
+                    # The metrics of these steps are not logged again by an attempt that resumes from the copy.
+                    written = self._client_state(state.step)
+                    self.checkpointer.copy_to_memory(state.step, written, seconds, self.metrics.flush)
             if state.evaluation_due:
                 if not self._evaluate(state):
                     continue  # preempted
@@ -416,13 +419,6 @@ class Trainer:
             self.heartbeat.beat(step, "save")
             self.checkpointer.save(step, self._client_state(step), wait=wait)
         self.ledger.write()
-
-    def _copy_to_memory(self, step: int) -> None:
-        with self.ledger.during("save"):
-            self.heartbeat.beat(step, "save")
-            seconds = self.step_sync.schedule.step_seconds
-            # The metrics of these steps are not logged again by an attempt that resumes from the copy.
-            self.checkpointer.copy_to_memory(step, self._client_state(step), seconds, self.metrics.flush)
 
     def _client_state(self, step: int) -> dict[str, Any]:
         state = {"step": step, **self.data.to_checkpoint(), "guard": self.guard.state_dict()}

@@ -14,8 +14,8 @@ from torch import Tensor
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.loader import Loader, Round, rounds_reader
 from scaletrain_cli.engine.data.splits import Reader, sequences_validated
+from scaletrain_cli.engine.evaluation.inference import SampleAnswers
 from scaletrain_cli.engine.evaluation.measures import Figures
-from scaletrain_cli.engine.evaluation.sample_answers import SampleAnswers
 from scaletrain_cli.engine.metrics.reporting import MetricsLog
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.step import ModelStepper, Stepper
@@ -27,7 +27,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
-from scaletrain_cli.spec.schedules import should_stop
+from scaletrain_cli.spec.training import should_stop
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.loop_adapter import StepDecision
 

@@ -30,8 +30,7 @@ from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
 from scaletrain_cli.rundir.shared_datasets import DATASET, Entry, datasets_file, make_datasets_folder, record_datasets
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
 from scaletrain_cli.spec import LlavaSpec, RunSpec
-from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
-from scaletrain_cli.spec.image_files import SKLEARN_DIGITS, TABLE_SUFFIX
+from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES, SKLEARN_DIGITS, TABLE_SUFFIX
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.shared_paths import parent_of_glob
 

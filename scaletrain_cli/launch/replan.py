@@ -12,8 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.skip_ranges import batch_number, keeps_batches, merged_skip_ranges
-from scaletrain_cli.data.stages import sources_before
+from scaletrain_cli.data.stages import batch_number, keeps_batches, merged_skip_ranges, sources_before
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.launch.attempts import newest_checkpoint_step
 from scaletrain_cli.launch.backends.registry import backend_for
@@ -29,8 +28,8 @@ from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec, RunSpec, changed_keys, override_spec
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import DuplicatesSpec
-from scaletrain_cli.spec.schedules import averaged_from, learning_rate
 from scaletrain_cli.spec.sources import SourceSpec
+from scaletrain_cli.spec.training import averaged_from, learning_rate
 
 LENGTH_KEYS = ("training.steps", "training.tokens", "training.samples")
 SCHEDULE_EVENT = "schedule-changed"

@@ -2,7 +2,7 @@
 
 Muon (K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; arXiv:2502.16982) replaces the
 momentum of a matrix by an approximation of its nearest orthogonal matrix. The ranks of a pipeline stage divide the
-matrices among themselves (engine/optim/matrix_exchange.py). A fused projection is as many matrices as it fuses.
+matrices among themselves (engine/optim/muon.py). A fused projection is as many matrices as it fuses.
 """
 
 from collections import Counter

@@ -313,19 +313,17 @@ def page(report: Mapping[str, Any]) -> str:
     tables: list[dict[str, Any]] = []
     body: Iterable[str] = run_sections(runs[0], tables) if is_one else comparison_sections(report, tables)
     title = runs[0]["run_id"] if is_one else report["sweep"]["name"] if report["sweep"] else f"{len(runs)} runs"
+    sections = list(body)  # which fills the tables
+    data = json.dumps(tables, allow_nan=False, separators=(",", ":"))
+    # ends no script element and begins no comment
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     parts = [
-        *body,
+        *sections,
         f'<p class="soft">Made {time_text(report["made"])} UTC by <code>scaletrain report</code>.</p>',
         '<div id="tip" role="status"></div>',
-        f'<script type="application/json" id="data">{_script_json(tables)}</script>',
+        f'<script type="application/json" id="data">{data}</script>',
     ]
     return document(f"{title}: report", parts, files(__package__).joinpath("page.js").read_text(encoding="utf-8"))
-
-
-def _script_json(value: Any) -> str:
-    """Return JSON that ends no script element and begins no comment."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 MOST_RUNS = 256
@@ -354,12 +352,16 @@ def read_report(runs: Sequence[RunDir], sweep: Sweep | None = None) -> dict[str,
     trained = [run for run in found if run["curves"]["kept"]["step"]]
     validated = all(run["status"]["validation_loss"] is not None for run in trained)
     measure = "validation_loss" if found and validated else "loss"
+    specs = [{row["key"]: row["value"] for row in run["spec"]["keys"]} for run in found]
+    keys = dict.fromkeys(key for spec in specs for key in spec if key != "name")
+    rows = [{"key": key, "values": [spec.get(key) for spec in specs]} for key in keys]
     return {
         "schema": SCHEMA,
         "made": time.time(),
         "runs": found,
         "damaged": damaged,
-        "differences": _differing_keys(found) if len(found) > 1 else [],
+        # keys whose values differ, None where a spec lacks the key
+        "differences": [row for row in rows if any(value != row["values"][0] for value in row["values"])],
         "measure": measure,
         "final": {run["run_id"]: _final(run, measure) for run in found},
         "sweep": None if sweep is None else _sweep(sweep, runs),
@@ -379,14 +381,6 @@ def _final(run: Mapping[str, Any], measure: str) -> float | None:
         return found if isinstance(found, float) else None
     means = [value for value in run["curves"]["kept"]["columns"].get("loss", {"mean": []})["mean"] if value is not None]
     return statistics.median(means[-_LAST_VALUES:]) if means else None
-
-
-def _differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the keys of the specs whose values differ, with a value for each run; None where a spec lacks the key."""
-    specs = [{row["key"]: row["value"] for row in run["spec"]["keys"]} for run in runs]
-    keys = dict.fromkeys(key for spec in specs for key in spec if key != "name")
-    rows = [{"key": key, "values": [spec.get(key) for spec in specs]} for key in keys]
-    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
 
 
 def _sweep(sweep: Sweep, runs: Sequence[RunDir]) -> dict[str, Any]:

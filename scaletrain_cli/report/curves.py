@@ -114,7 +114,7 @@ def _rows(file: BinaryIO, start: int, end: int, size: int) -> Iterator[_Row]:
     """Yield rows of the lines between two offsets in the file, in its order."""
     if size <= _WHOLE_BYTES:
         file.seek(start)
-        yield from _decoded(file.read(end - start).split(b"\n"), frozenset())
+        yield from _decoded(file.read(end - start).split(b"\n"), set())
         return
     pieces = max(1, round(_PIECES * (end - start) / size))
     rest, file_place = b"", start
@@ -128,21 +128,15 @@ def _rows(file: BinaryIO, start: int, end: int, size: int) -> Iterator[_Row]:
             whole, rest = b"", data
         lines = whole.split(b"\n")
         stride = max(1, len(lines) // _ROWS_OF_PIECE)
-        extremes = _extremes(whole) if stride > 1 else frozenset[bytes]()
+        extremes = set[bytes]()  # lines with the least and the greatest loss, gradient norm and step time
+        for pattern in _EXTREMES if stride > 1 else ():
+            values = pattern.findall(whole)
+            for chosen in {min(values, key=float), max(values, key=float)} if values else ():
+                at = whole.index(pattern.pattern.partition(b"(")[0] + chosen)
+                extremes.add(whole[whole.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0])
         regular = lines[::stride]
         validated = _with(whole, _VALIDATED) if stride > 1 else []
         yield from _decoded([*regular, *(line for line in extremes if line not in regular), *validated], extremes)
-
-
-def _extremes(data: bytes) -> frozenset[bytes]:
-    """Return the lines with the least and the greatest loss, gradient norm and step time."""
-    found = set()
-    for pattern in _EXTREMES:
-        values = pattern.findall(data)
-        for chosen in {min(values, key=float), max(values, key=float)} if values else ():
-            at = data.index(pattern.pattern.partition(b"(")[0] + chosen)
-            found.add(data[data.rfind(b"\n", 0, at) + 1 : data.find(b"\n", at) if b"\n" in data[at:] else len(data)])
-    return frozenset(found)
 
 
 def _with(data: bytes, text: bytes) -> list[bytes]:
@@ -157,7 +151,7 @@ def _with(data: bytes, text: bytes) -> list[bytes]:
     return found
 
 
-def _decoded(lines: Sequence[bytes], extremes: frozenset[bytes]) -> Iterator[_Row]:
+def _decoded(lines: Sequence[bytes], extremes: set[bytes]) -> Iterator[_Row]:
     for line in lines:
         try:
             row = parse_json(line) if line else None

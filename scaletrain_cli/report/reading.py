@@ -57,7 +57,14 @@ def read_run_report(run: RunDir, *, most_bins: int = MOST_BINS) -> dict[str, Any
     nothing = Curves(_EMPTY_TABLE, [], [], 0, True)
     curves = section("curves", lambda: read_curves(run.metrics, case.events, most_bins=most_bins), nothing)
     missing += _not_there(view, curves)
-    evaluations = section("evaluations", lambda: _evaluations(run), [])
+    evaluations = section(
+        "evaluations",
+        lambda: [
+            {"step": one.step, "state": one.state, "metrics": dict(one.metrics), "errors": dict(one.errors)}
+            for one in read_evaluations(run)[-_MOST_EVALUATIONS:]
+        ],
+        [],
+    )
     nodes = section("nodes", lambda: _nodes(run, attempts, view.now), {"nodes": [], "not_shown": 0, "excluded": []})
     rows = section("plan", lambda: [dataclasses.asdict(row) for row in compared_figures(view)], [])
     return {
@@ -235,13 +242,6 @@ def _failure(record: NodeRecord, attempt: AttemptRecord) -> dict[str, Any]:
         "signal": None if rank is None else rank.signal,
         "exit_code": None if rank is None else rank.exit_code,
     }
-
-
-def _evaluations(run: RunDir) -> list[dict[str, Any]]:
-    return [
-        {"step": one.step, "state": one.state, "metrics": dict(one.metrics), "errors": dict(one.errors)}
-        for one in read_evaluations(run)[-_MOST_EVALUATIONS:]
-    ]
 
 
 def _profiles(run: RunDir) -> list[dict[str, Any]]:

@@ -234,18 +234,14 @@ def spec_section(run: Mapping[str, Any]) -> Iterator[str]:
     for revision in spec["revisions"]:
         overrides = f": {', '.join(revision['overrides'])}" if revision["overrides"] else ""
         yield f"<h3>Revision {revision['revision']}, {time_text(revision['created'])} UTC{safe(overrides)}</h3>"
-        yield f"<pre>{_diff_lines(revision['changed']) or 'no key of the spec'}</pre>"
+        lines = []
+        for each in revision["changed"]:
+            for mark, tag, value in (("-", "del", each["before"]), ("+", "ins", each["after"])):
+                lines.append(f"<{tag}>{mark} {safe(each['key'])}: {safe(plain_value(value))}</{tag}>")
+        differences = "\n".join(lines) or "no key of the spec"
+        yield f"<pre>{differences}</pre>"
     rows = "\n".join(f"{safe(row['key'])}: {safe(plain_value(row['value']))}" for row in spec["keys"])
     yield details("All keys with defaults", f"<pre>{rows}</pre>")
-
-
-def _diff_lines(changed: Sequence[Mapping[str, Any]]) -> str:
-    """Return the changed keys as lines of a diff."""
-    lines = []
-    for each in changed:
-        for mark, tag, value in (("-", "del", each["before"]), ("+", "ins", each["after"])):
-            lines.append(f"<{tag}>{mark} {safe(each['key'])}: {safe(plain_value(value))}</{tag}>")
-    return "\n".join(lines)
 
 
 def events_section(run: Mapping[str, Any]) -> Iterator[str]:

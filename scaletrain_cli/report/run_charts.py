@@ -27,7 +27,18 @@ def chart_figures(run: Mapping[str, Any], span: Span | None, tables: list[dict[s
         return []
     number = len(tables)
     tables.append(_table(run["curves"]["kept"]))
-    tables.append(_validation_table(run["curves"]["validations"]))
+    rows = run["curves"]["validations"]
+    columns: dict[str, dict[str, Any]] = {"loss": {"name": "validation", "mean": [row["loss"] for row in rows]}}
+    for source in sorted({name for row in rows for name in row["sources"]}):
+        columns[source] = {"name": f"{source}, validation", "mean": [row["sources"].get(source) for row in rows]}
+    tables.append(
+        {
+            "few": True,
+            "step": [row["step"] for row in rows],
+            "time": [row["time"] for row in rows],
+            "columns": columns,
+        }
+    )
     return [figure for chart in _charts(run, number) if (figure := draw(chart, span))]
 
 
@@ -52,18 +63,6 @@ _NAMES = {
     "memory_bytes": "memory of rank 0",
     "loss_scale": "loss scale",
 }
-
-
-def _validation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    columns: dict[str, dict[str, Any]] = {"loss": {"name": "validation", "mean": [row["loss"] for row in rows]}}
-    for source in sorted({name for row in rows for name in row["sources"]}):
-        columns[source] = {"name": f"{source}, validation", "mean": [row["sources"].get(source) for row in rows]}
-    return {
-        "few": True,
-        "step": [row["step"] for row in rows],
-        "time": [row["time"] for row in rows],
-        "columns": columns,
-    }
 
 
 def line_of(table: Mapping[str, Any], column: str, name: str, color: str, number: int | None, **more: Any) -> Line:
@@ -123,7 +122,9 @@ def _charts(run: Mapping[str, Any], number: int) -> Iterator[Chart]:
     rate = lines("learning_rate", "learning rate", "c2")
     yield chart("rate", "Learning rate", "", rate, from_zero=True, legend=False)
     seconds = lines("step_seconds", "step")
-    if _reaches(kept, "data_wait", 0.02, kept["columns"].get("step_seconds")):
+    columns = [kept["columns"].get(name) or {"mean": []} for name in ("data_wait", "step_seconds")]
+    waited, whole = (sum(value or 0.0 for value in column["mean"]) for column in columns)
+    if waited > 0.02 * whole > 0:
         seconds.append(line_of(kept, "data_wait", "waiting for data", "c1", number))
     yield chart("step-time", "Step time", "seconds", seconds, levels=level("step_seconds"), from_zero=True)
     samples = str(run["status"]["unit"]).capitalize()
@@ -138,14 +139,6 @@ def _charts(run: Mapping[str, Any], number: int) -> Iterator[Chart]:
         return  # that of all ranks is among those of the hardware
     memory = [*level("memory_bytes"), *level("memory_capacity_bytes", "device")]
     yield chart("memory", "Memory", "bytes", lines("memory_bytes", "rank 0", "c6"), levels=memory, from_zero=True)
-
-
-def _reaches(kept: Mapping[str, Any], column: str, share: float, of: Mapping[str, Any] | None) -> bool:
-    """Return whether the mean of a column is at least a share of the mean of another."""
-    sums = [
-        sum(value or 0.0 for value in (found or {"mean": []})["mean"]) for found in (kept["columns"].get(column), of)
-    ]
-    return sums[0] > share * sums[1] > 0
 
 
 def _validation_line(rows: Sequence[Mapping[str, Any]], source: str | None, name: str, color: str, number: int) -> Line:

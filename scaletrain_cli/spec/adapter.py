@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from scaletrain_cli.spec.hub_paths import ModelPath
 from scaletrain_cli.spec.quantities import Fraction, Positive, Text, Whole
 from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.shared_paths import ModelPath
 
 ALL_LINEAR = "all-linear"
 

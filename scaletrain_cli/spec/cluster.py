@@ -312,7 +312,15 @@ class ClusterSpec(OpenSection):
             where = f", which runs on {self.traits.display_name} only" if most == 1 else ""
             yield "nodes", f"must be {'1' if most == 1 else f'at most {most}'} with scheduler: {self.scheduler}{where}."
         elif self.node_range is not None:
-            yield from self._range_inconsistencies(self.node_range)
+            given = self.node_range
+            if given.min >= given.max:
+                yield "nodes.min", f"must be below nodes.max = {given.max}. For one size, write nodes: {given.max}."
+            elif len(given.sizes) > MOST_SIZES:
+                least = given.max - MOST_SIZES + 1
+                yield "nodes.min", f"must be at least {least} with nodes.max = {given.max}: each size is planned."
+            if not self.traits.takes_node_range:
+                why = self.traits.no_node_range_because
+                yield "nodes", f"must be one number with scheduler: {self.scheduler}{f', {why}' if why else ''}."
         if self.spare_nodes and not self.traits.takes_spare_nodes:
             where = f"with scheduler: {self.scheduler}, whose jobs have no spare nodes"
             yield "spare_nodes", f"must be 0 {where}."
@@ -323,13 +331,3 @@ class ClusterSpec(OpenSection):
             if isinstance(section, BackendSection):
                 of_cluster = section.cluster_inconsistencies(grace_seconds=self.grace_seconds)
                 yield from ((f"{name}.{key}", message) for key, message in (*of_cluster, *section.inconsistencies()))
-
-    def _range_inconsistencies(self, given: NodeRange) -> Iterator[tuple[str, str]]:
-        if given.min >= given.max:
-            yield "nodes.min", f"must be below nodes.max = {given.max}. For one size, write nodes: {given.max}."
-        elif len(given.sizes) > MOST_SIZES:
-            least = given.max - MOST_SIZES + 1
-            yield "nodes.min", f"must be at least {least} with nodes.max = {given.max}: each size is planned."
-        if not self.traits.takes_node_range:
-            why = self.traits.no_node_range_because
-            yield "nodes", f"must be one number with scheduler: {self.scheduler}{f', {why}' if why else ''}."

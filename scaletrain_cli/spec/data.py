@@ -12,12 +12,12 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.corpus_files import EMBEDDED, ENDS_OF_TEXT, PYTHON_DOCSTRINGS, PYTHON_STDLIB, format_by_name
-from scaletrain_cli.spec.hub_paths import DataPath, ModelPath
 from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import AnyStep, preparation_inconsistencies
 from scaletrain_cli.spec.quantities import Fraction, Matching, Text, Whole
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
+from scaletrain_cli.spec.shared_paths import DataPath, ModelPath
 from scaletrain_cli.spec.sources import (
     CacheSpec,
     LoaderSpec,

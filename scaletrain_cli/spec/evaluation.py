@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, WithJsonSchema
 
 from scaletrain_cli.spec.cluster import ClusterSpec
-from scaletrain_cli.spec.hub_paths import DataPath
 from scaletrain_cli.spec.quantities import Matching, NonNegative, Text, Whole, WholeOrZero, valid_if
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
+from scaletrain_cli.spec.shared_paths import DataPath
 
 TaskName = Annotated[str, Matching(r"[A-Za-z0-9_.-]+", 64, "must consist of letters, digits, '_', '-' and '.'")]
 Words = Annotated[tuple[Text, ...], Field(min_length=1, max_length=1000)]

@@ -33,17 +33,19 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import (
     COMPRESSED,
     FORMATS,
+    IMAGE_SUFFIXES,
     ROW_FORMATS,
+    SHARD_SUFFIX,
+    TABLE_SUFFIX,
     TOKEN_FILES,
     chosen_text,
     is_about_the_corpus,
     kind_of,
+    read_split,
     suffixes_of,
 )
-from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES, SHARD_SUFFIX, TABLE_SUFFIX
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.run import RunSpec
-from scaletrain_cli.spec.splits import read_split
 from scaletrain_cli.spec.weight_files import INDEX, SINGLE
 
 Purpose = Literal["weights", "beside_weights", "adapter", "tokenizer", "template", "source"]

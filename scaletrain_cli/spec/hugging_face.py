@@ -11,8 +11,13 @@ from typing import Any
 
 from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec.corpus_files import LFS_POINTER
-from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, OF_EXPERTS, Architecture
-from scaletrain_cli.spec.hugging_face_keys import KnownKeys, check_keys
+from scaletrain_cli.spec.hugging_face_architectures import (
+    ARCHITECTURES,
+    OF_EXPERTS,
+    Architecture,
+    KnownKeys,
+    check_keys,
+)
 from scaletrain_cli.spec.hugging_face_read_only import ABOUT_IMAGES, READ_ONLY, TEXT_PARTS, shortest
 from scaletrain_cli.spec.hugging_face_vision import vision_from_config
 from scaletrain_cli.spec.presets import SourceError
@@ -97,13 +102,25 @@ def from_config(config: dict[str, Any], ignored: list[str] | None = None) -> dic
     found |= _dropouts(config, known.family)
     if known.family == "llama":
         rope = _rope(config, kind, ignored) if keys.used >= _ROPE else {}
-        found |= {**rope, **_biases(config), **_activation(config, kind)}
+        attention, mlp = config.get("attention_bias"), config.get("mlp_bias")
+        if mlp and not attention:
+            raise SourceError("has mlp_bias = true, but only false is supported without attention_bias")
+        found |= {"bias": True, "attention_bias": None} if mlp else {"attention_bias": attention or None}
+        found |= {**rope, **_activation(config, kind)}
         found |= {} if known.derive else _windows(config, kind)
     if known.experts and "kv_lora_rank" not in known.varies and not _has_experts(config, known):
         key = known.renamed.get("num_experts", "num_experts")
         raise SourceError(f"has {key} = null, but models of type {kind} have experts")
     if "decoder_sparse_step" in known.used:
-        found |= _sparse_layers(config)
+        step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(isinstance(block, int) and block >= 0 for block in dense):
+            raise SourceError(f"has mlp_only_layers = {str(dense)[:80]}, which are no numbers of layers")
+        leading = sorted(dense) == list(range(len(dense)))
+        found |= {
+            "decoder_sparse_step": step,
+            "first_k_dense_replace": len(dense) if leading else None,
+            "mlp_only_layers": None if leading else sorted(set(dense)),
+        }
     if kind == "deepseek_v2":
         found |= _groups(config)
     if "kv_lora_rank" in known.varies:
@@ -229,14 +246,6 @@ def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": None if slides_everywhere else shortest(kinds)}
 
 
-def _biases(config: dict[str, Any]) -> dict[str, Any]:
-    """Return which projections have biases. Raises SourceError if only those of the MLP have."""
-    attention, mlp = config.get("attention_bias"), config.get("mlp_bias")
-    if mlp and not attention:
-        raise SourceError("has mlp_bias = true, but only false is supported without attention_bias")
-    return {"bias": True, "attention_bias": None} if mlp else {"attention_bias": attention or None}
-
-
 def _activation(config: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the activation of the MLP. Raises SourceError for an unsupported one."""
     known = _READ[kind]
@@ -286,19 +295,6 @@ def _is_dense(model: dict[str, Any]) -> bool:
 
 def _are_whole(*values: Any) -> bool:
     return all(isinstance(value, int) for value in values)
-
-
-def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """Return which blocks of a Qwen have experts. Raises SourceError for values that are no numbers of blocks."""
-    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(block, int) and block >= 0 for block in dense):
-        raise SourceError(f"has mlp_only_layers = {str(dense)[:80]}, which are no numbers of layers")
-    leading = sorted(dense) == list(range(len(dense)))
-    return {
-        "decoder_sparse_step": step,
-        "first_k_dense_replace": len(dense) if leading else None,
-        "mlp_only_layers": None if leading else sorted(set(dense)),
-    }
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.spec.hugging_face_keys import KnownKeys, check_keys
+from scaletrain_cli.spec.hugging_face_architectures import KnownKeys, check_keys
 from scaletrain_cli.spec.presets import SourceError, merged, vision_presets
 from scaletrain_cli.spec.section import Section
 from scaletrain_cli.spec.vision_model import (

@@ -1,7 +1,7 @@
 """The processes of each rank that read its batches, and the CPU cores that they take."""
 
+from scaletrain_cli.spec.corpus_files import SKLEARN_DIGITS
 from scaletrain_cli.spec.data import NO_DATA
-from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 from scaletrain_cli.spec.run import RunSpec
 
 # Cores that a job requests for each GPU where ``cluster.cpus_per_gpu`` is auto: nearly all GPU nodes have as many.

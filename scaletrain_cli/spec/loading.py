@@ -249,7 +249,12 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
     given = raw.get("model")
     problems: list[Problem] = []
     while isinstance(given, dict):
-        environment: Mapping[str, str] = hub_environment_of(raw) if _reads_hub(given) else os.environ
+        text = given.get("text_config")
+        sections = (given, text) if isinstance(text, dict) else (given,)
+        keys = ("weights" if has_dimensions_of_weights(section) else "hf_config" for section in sections)
+        configs = [section.get(key) for section, key in zip(sections, keys, strict=True)]
+        on_hub = any(isinstance(config, str) and is_reference(config) for config in configs)
+        environment: Mapping[str, str] = hub_environment_of(raw) if on_hub else os.environ
         ignored: list[str] = []
         try:
             raw["model"] = complete(given, base_dir, environment, ignored)
@@ -285,14 +290,6 @@ def _take_tokenizer(raw: dict[str, Any], weights: str, source: Source) -> list[P
         return []
     message = f"is required: {weights} has no tokenizer.json."
     return [Problem(source.place(("data",)), "data.tokenizer", message, None, "Give the tokenizer of these weights.")]
-
-
-def _reads_hub(model: dict[str, Any]) -> bool:
-    """Return True if a config.json of the model section is on the hub."""
-    text = model.get("text_config")
-    sections = (model, text) if isinstance(text, dict) else (model,)
-    configs = [section.get("weights" if has_dimensions_of_weights(section) else "hf_config") for section in sections]
-    return any(isinstance(config, str) and is_reference(config) for config in configs)
 
 
 def _validate(

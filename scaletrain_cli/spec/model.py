@@ -8,11 +8,11 @@ from pydantic import Field, WithJsonSchema
 from scaletrain_cli.plugins import MODEL_FAMILIES
 from scaletrain_cli.spec.adapter import AdapterSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, base_family, model_family_extension, or_plugin
-from scaletrain_cli.spec.hub_paths import ModelPath
 from scaletrain_cli.spec.hybrid import DENSE_BLOCK, SPARSE_BLOCK, BlockParts, BlockType, MambaSpec, parts_of
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero
 from scaletrain_cli.spec.rope import RopeScalingSpec
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
+from scaletrain_cli.spec.shared_paths import ModelPath
 
 MOST_LAYERS = 4096  # of a model whose blocks are looked at one by one
 # A share of a whole, without zero.

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 from scaletrain_cli.spec.cluster import LEAST_IDLE_SECONDS
-from scaletrain_cli.spec.corpus_files import EMBEDDED, EMBEDDED_SOURCES, PYTHON_STDLIB
+from scaletrain_cli.spec.corpus_files import EMBEDDED, EMBEDDED_SOURCES, IMAGE_FORMATS, PYTHON_STDLIB, SKLEARN_DIGITS
 from scaletrain_cli.spec.data import NO_DATA
 from scaletrain_cli.spec.evaluation import cluster_problems
-from scaletrain_cli.spec.image_files import IMAGE_FORMATS, SKLEARN_DIGITS
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.model_consistency import divisors

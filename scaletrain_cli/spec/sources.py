@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.spec.hub_paths import DataPath
-from scaletrain_cli.spec.image_files import FOLDER, IMAGE_FORMATS, SHARDS
+from scaletrain_cli.spec.corpus_files import FOLDER, IMAGE_FORMATS, SHARDS
 from scaletrain_cli.spec.quantities import Bytes, Epochs, Matching, Text, not_a_switch, or_word, valid_if
 from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.shared_paths import DataPath
 from scaletrain_cli.text import did_you_mean
 
 SourceName = Annotated[

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from scaletrain_cli.spec.hub_paths import ModelPath
 from scaletrain_cli.spec.model import MOST_LAYERS, ModelSpec
 from scaletrain_cli.spec.model_consistency import model_inconsistencies
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero, not_a_switch
 from scaletrain_cli.spec.section import Section, used_when, where_not
+from scaletrain_cli.spec.shared_paths import ModelPath
 
 # Bounded, so that a typing error does not create a network that takes minutes to size.
 Widths = Annotated[tuple[Whole, ...], Field(min_length=1, max_length=16)]

@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from scaletrain_cli.data import prepared
 from scaletrain_cli.data.chunk_hashes import HashedFile
-from scaletrain_cli.data.pipeline import contents, trained
+from scaletrain_cli.data.pipeline import trained
 from scaletrain_cli.data.pipeline.tasks import Task, documents
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.sources.listing import source_files
-from scaletrain_cli.data.sources.local_files import local_file
-from scaletrain_cli.data.sources.records import Part
+from scaletrain_cli.data.sources.records import Part, local_file
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.rundir.shared_datasets import place_of, steps_folder
 from scaletrain_cli.spec import DataSpec
@@ -96,7 +96,7 @@ def test_prepared_sources_are_found_by_their_content_and_without_reading_it(
     assert find_prepared(spec, tmp_path / "runs") is None
     done = prepare(spec, tmp_path / "runs")
     assert list(done) == ["web", "books"]
-    monkeypatch.setattr(contents, "hash_range", lambda each: pytest.fail(f"{each.path} is read again"))
+    monkeypatch.setattr(prepared, "hash_range", lambda each: pytest.fail(f"{each.path} is read again"))
     before = files_below(tmp_path / "runs")
     assert find_prepared(spec, tmp_path / "runs") == prepare(spec, tmp_path / "runs") == done
     assert files_below(tmp_path / "runs") == before

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.data.run_datasets import find_run_datasets, prepare_run_datasets
+from scaletrain_cli.data.prepared import find_run_datasets, prepare_run_datasets
 from scaletrain_cli.engine.data import splits
 from scaletrain_cli.engine.data.preparation import run_command
 from scaletrain_cli.engine.data.prepared import tokenizer_path

@@ -17,7 +17,7 @@ from scaletrain_cli.rundir.goodput import steps_lost
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
-from scaletrain_cli.spec.schedules import learning_rate
+from scaletrain_cli.spec.training import learning_rate
 from tests.cli.command_line import scaletrain
 from tests.drills.campaign.forked_attempts import ForkedRun
 from tests.drills.training_runs import Drill, differences, drill_spec, slowed, submit_drill

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scaletrain_cli.data.run_datasets import prepare_run_datasets
+from scaletrain_cli.data.prepared import prepare_run_datasets
 from scaletrain_cli.diagnosis.rehearsal import ITEMS, VARIABLE, Options, Rehearsal, read_rehearsal
 from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.launch.short_jobs import rehearsal_spec

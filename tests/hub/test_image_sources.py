@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.data.images.reading import open_images
-from scaletrain_cli.data.run_datasets import prepare_run_datasets
+from scaletrain_cli.data.prepared import prepare_run_datasets
 from scaletrain_cli.launch.hub_fetch import fetched_spec
 from scaletrain_cli.launch.node.hub import _uses_of_node
 from scaletrain_cli.rundir.paths import RunDir

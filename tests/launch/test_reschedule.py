@@ -12,7 +12,7 @@ from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.record import read_record
-from scaletrain_cli.spec.schedules import learning_rate
+from scaletrain_cli.spec.training import learning_rate
 from scaletrain_cli.ui.submission import schedule_lines
 from tests.launch.conftest import MadeRun, make_spec
 from tests.launch.test_resizing import Refusing, ended_run

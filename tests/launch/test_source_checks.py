@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.data.sources.beginning import FIRST_BYTES, read_beginning
-from scaletrain_cli.data.sources.local_files import local_file
-from scaletrain_cli.data.sources.records import Columns
+from scaletrain_cli.data.sources.formats import FIRST_BYTES, read_beginning
+from scaletrain_cli.data.sources.records import Columns, local_file
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import runs_root
 from tests.cli.command_line import SMALL, Ended, scaletrain

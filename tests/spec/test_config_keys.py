@@ -14,8 +14,7 @@ from scaletrain_cli.plan.advice.warnings import about_config_keys
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hugging_face import from_config, known_keys
-from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES
-from scaletrain_cli.spec.hugging_face_keys import KnownKeys
+from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, KnownKeys
 from scaletrain_cli.spec.hugging_face_read_only import READ_ONLY
 from scaletrain_cli.spec.hugging_face_vision import TOWER_KEYS, VISION_KEYS
 from scaletrain_cli.spec.hugging_face_weights import to_hugging_face

@@ -117,25 +117,19 @@ class Sorter:
             bound = min(ends)
             taken = []
             for number, head in enumerate(heads):
-                count = _rows_up_to(head, bound)
-                taken.append(head[:count])
-                heads[number] = head[count:]
+                start, stop = 0, len(head)  # of the rows that equal ``bound`` in the columns so far
+                for column, value in enumerate(bound):
+                    part = np.ascontiguousarray(head[start:stop, column])
+                    lower, upper = (np.searchsorted(part, np.uint64(value), side) for side in ("left", "right"))
+                    start, stop = start + int(lower), start + int(upper)
+                taken.append(head[:stop])
+                heads[number] = head[stop:]
             yield _sorted(np.concatenate(taken))
 
 
 def _sorted(rows: U64) -> U64:
     in_order: U64 = rows[np.lexsort(rows.T[::-1])]
     return in_order
-
-
-def _rows_up_to(rows: U64, bound: tuple[int, ...]) -> int:
-    """Return how many of the sorted rows are not above ``bound``."""
-    start, stop = 0, len(rows)
-    for column, value in enumerate(bound):
-        part = np.ascontiguousarray(rows[start:stop, column])
-        lower, upper = np.searchsorted(part, np.uint64(value), "left"), np.searchsorted(part, np.uint64(value), "right")
-        start, stop = start + int(lower), start + int(upper)
-    return stop
 
 
 SMALL_BUCKET = 16  # documents, all pairs of which are candidates

@@ -44,8 +44,8 @@ from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.schedule import Progress, Stage, Workers, run_stage
 from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of
-from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.extras import require
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import read_document, undamaged_document
 from scaletrain_cli.rundir.shared_datasets import (
@@ -58,7 +58,7 @@ from scaletrain_cli.rundir.shared_datasets import (
     steps_folder,
 )
 from scaletrain_cli.safe_files import create_file, make_folder
-from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
+from scaletrain_cli.spec.corpus_files import SKLEARN_DIGITS
 
 # Raised with every change of the index of equal images.
 _VERSION = "images/v1"

@@ -22,18 +22,21 @@ from scaletrain_cli.data.images.samples import (
 from scaletrain_cli.data.images.shards import ShardUnit
 from scaletrain_cli.data.images.tables import names_of_classes, table_units
 from scaletrain_cli.data.images.targets import Member, TargetError
-from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.data.sources.places import is_remote, list_files, naming_key
-from scaletrain_cli.data.sources.records import SourceFile
+from scaletrain_cli.data.sources.records import SourceFile, local_file
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec.image_files import (
+from scaletrain_cli.spec.corpus_files import (
     FOLDER,
     IMAGE_FORMATS,
     SHARDS,
     SKLEARN_DIGITS,
+    SPLITS,
     TABLES,
+    TEST,
+    TRAIN,
+    VALIDATION,
     expanded_braces,
     format_of_file,
     is_hidden,
@@ -41,7 +44,6 @@ from scaletrain_cli.spec.image_files import (
     splits_by_folder,
     splits_of_file,
 )
-from scaletrain_cli.spec.splits import SPLITS, TEST, TRAIN, VALIDATION
 
 # A process that is killed loses no more than a unit.
 _FILES_OF_A_UNIT = 2048

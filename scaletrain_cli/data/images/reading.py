@@ -22,14 +22,14 @@ from scaletrain_cli.data.images.index_units import PACKED, digest_of
 from scaletrain_cli.data.images.samples import ImageSample, ImageSettings
 from scaletrain_cli.data.images.tables import image_leaf
 from scaletrain_cli.data.pipeline.shards import SPLITS, read_description
-from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, SeekableFile, is_remote
 from scaletrain_cli.data.token_files import OPEN_FILES, LocalFile
 from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.extras import require
 from scaletrain_cli.hub.cache import cache_folder, path_in_cache
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.spec.image_files import FOLDER, TABLES
+from scaletrain_cli.spec.corpus_files import FOLDER, TABLES
 
 _MOST_TABLES = 8
 _MOST_ROWS_BYTES = 64 << 20  # of decoded groups of rows, beside the one that is read

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
+from scaletrain_cli.spec.corpus_files import SKLEARN_DIGITS
 from scaletrain_cli.spec.images import ImageFieldsSpec, ImagesSpec
 from scaletrain_cli.spec.sources import SourceFieldsSpec
 

@@ -15,9 +15,8 @@ from typing import IO
 
 from scaletrain_cli.data.images.samples import MOST_IMAGE_BYTES, Bad, Found, ImageSettings
 from scaletrain_cli.data.images.targets import Member, TargetError
-from scaletrain_cli.data.sources.local_files import require_unchanged
 from scaletrain_cli.data.sources.opening import stored
-from scaletrain_cli.data.sources.records import SourceFile
+from scaletrain_cli.data.sources.records import SourceFile, require_unchanged
 from scaletrain_cli.reasons import Reason
 
 IMAGE, LABEL, CAPTION = ("jpg", "jpeg", "png", "webp", "ppm", "bmp", "gif", "tif", "tiff"), ("cls",), ("txt",)

@@ -9,12 +9,11 @@ from typing import Any
 
 from scaletrain_cli.data.images.samples import MOST_IMAGE_BYTES, Bad, Found, ImageSettings
 from scaletrain_cli.data.images.targets import TargetError, json_value
-from scaletrain_cli.data.sources.libraries import require
-from scaletrain_cli.data.sources.local_files import require_unchanged
 from scaletrain_cli.data.sources.opening import stored
 from scaletrain_cli.data.sources.places import is_remote
-from scaletrain_cli.data.sources.records import SourceFile
+from scaletrain_cli.data.sources.records import SourceFile, require_unchanged
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.extras import require
 from scaletrain_cli.reasons import Reason
 
 IMAGE, LABEL, CAPTION = ("image", "img", "jpg", "png", "webp"), ("label", "labels", "cls"), ("caption", "text", "txt")

@@ -20,11 +20,13 @@ from scaletrain_cli.data.pipeline.chain import (
     Chain,
     ChainStep,
     Duplicates,
+    TokenizerSettings,
     Work,
     applies,
     chain_of,
     encoded_before,
     extended,
+    loaded_tokenizer,
 )
 from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
@@ -41,7 +43,6 @@ from scaletrain_cli.data.pipeline.shards import (
 )
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
 from scaletrain_cli.data.pipeline.trained import BpeTraining, tokenizer_path, train_into, trained_before
-from scaletrain_cli.data.tokenizers.settings import TokenizerSettings, loaded_tokenizer
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document

@@ -5,8 +5,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scaletrain_cli.data.sources.formats import TOKEN_FORMATS, reader_of
-from scaletrain_cli.data.sources.local_files import require_unchanged
-from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record, SourceFile, TokenRecord
+from scaletrain_cli.data.sources.records import (
+    BadRecord,
+    Columns,
+    Part,
+    Record,
+    SourceFile,
+    TokenRecord,
+    require_unchanged,
+)
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 

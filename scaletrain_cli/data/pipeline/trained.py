@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.data.drafts import write_whole
-from scaletrain_cli.data.pipeline.chain import Chain, Work
+from scaletrain_cli.data.pipeline.chain import Chain, Work, loaded_tokenizer
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.report import nothing_left
 from scaletrain_cli.data.pipeline.tasks import Task
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
-from scaletrain_cli.data.tokenizers.settings import loaded_tokenizer
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT

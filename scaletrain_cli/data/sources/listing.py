@@ -4,9 +4,8 @@ import contextlib
 from collections import Counter
 from pathlib import Path
 
-from scaletrain_cli.data.sources.local_files import local_file, parts_of
 from scaletrain_cli.data.sources.places import find_file, is_remote, list_files, naming_key
-from scaletrain_cli.data.sources.records import SourceFile
+from scaletrain_cli.data.sources.records import SourceFile, local_file, parts_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
@@ -15,11 +14,11 @@ from scaletrain_cli.spec.corpus_files import (
     chosen_text,
     find_text,
     format_by_name,
+    read_split,
     suffixes_of,
     unreadable_among,
 )
 from scaletrain_cli.spec.sources import SourceSpec
-from scaletrain_cli.spec.splits import read_split
 
 
 def source_files(

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scaletrain_cli.data.sources.libraries import require
-from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.data.sources.opening import DamagedFileError, opened
+from scaletrain_cli.data.sources.records import local_file
 from scaletrain_cli.data.sources.tables import arrow_batches
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.extras import require
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import COMPRESSIONS, FEW_REPLACED, LFS_POINTER, MOST_REPLACED, kind_of
 from scaletrain_cli.spec.row_examples import RowError

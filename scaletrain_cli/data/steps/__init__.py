@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
-from scaletrain_cli.data.steps.c4 import C4, FineWeb
-from scaletrain_cli.data.steps.gopher import GopherQuality, GopherRepetition
+from scaletrain_cli.data.steps.gopher import C4, FineWeb, GopherQuality, GopherRepetition
 from scaletrain_cli.data.steps.identifiers import Identifiers
-from scaletrain_cli.data.steps.language import Language
 from scaletrain_cli.data.steps.normalization import Normalization
-from scaletrain_cli.data.steps.score import Score
+from scaletrain_cli.data.steps.score import Language, Score
 from scaletrain_cli.spec.preparation import (
     C4Spec,
     ContaminationSpec,

@@ -161,21 +161,12 @@ def _widened(text: str, starts: list[tuple[int, int]], margin: int) -> Iterator[
     counted = [span for span in spans if text[span[0] : span[1]].lower().translate(table)]
     for first, length in starts:
         start, end = counted[first][0] - margin, counted[first + length - 1][1] + margin
-        yield _word_start(text, start), _word_end(text, end)
-
-
-def _word_start(text: str, at: int) -> int:
-    at = max(0, at)
-    while at > 0 and not text[at - 1].isspace():
-        at -= 1
-    return at
-
-
-def _word_end(text: str, at: int) -> int:
-    at = min(len(text), at)
-    while at < len(text) and not text[at].isspace():
-        at += 1
-    return at
+        start, end = max(0, start), min(len(text), end)
+        while start > 0 and not text[start - 1].isspace():
+            start -= 1
+        while end < len(text) and not text[end].isspace():
+            end += 1
+        yield start, end
 
 
 def _pieces(text: str, cuts: Iterable[tuple[int, int]]) -> list[str]:

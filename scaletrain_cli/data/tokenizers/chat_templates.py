@@ -1,6 +1,5 @@
 """The chat templates of a run: its own file, those of its tokenizer's folder, or ChatML; and the tokens beside them."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +101,10 @@ def template_files(spec: RunSpec, base: Path = _HERE) -> TemplateFiles:
     folder = (base / expand_home(data.tokenizer.path)).parent
     folders = [folder] if spec.language_weights is None else [folder, base / expand_home(spec.language_weights)]
     templates = given or _templates(folder, of_processor=isinstance(spec.model, LlavaSpec))
-    return TemplateFiles(special_tokens(folder), templates, _stop_ids(folders))
+    configs = [each / name for each in folders for name in ("config.json", "generation_config.json")]
+    values = [json_object(path).get("eos_token_id") for path in configs]
+    ids = {i for value in values for i in (value if isinstance(value, list) else [value]) if type(i) is int}
+    return TemplateFiles(special_tokens(folder), templates, tuple(sorted(i for i in ids if 0 <= i < _MOST_TOKENS)))
 
 
 def _template(path: Path) -> str:
@@ -112,17 +114,6 @@ def _template(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(Reason("data.template-unreadable", {"path": str(path), "error": why})) from error
-
-
-def _stop_ids(folders: Iterable[Path]) -> tuple[int, ...]:
-    """Return the ids of eos_token_id in the config.json and the generation_config.json of folders, sorted."""
-    values = [
-        json_object(folder / name).get("eos_token_id")
-        for folder in folders
-        for name in ("config.json", "generation_config.json")
-    ]
-    ids = [i for value in values for i in (value if isinstance(value, list) else [value])]
-    return tuple(sorted({i for i in ids if type(i) is int and 0 <= i < _MOST_TOKENS}))
 
 
 def _templates(folder: Path, *, of_processor: bool) -> dict[str, str]:

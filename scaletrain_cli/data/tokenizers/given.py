@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.drafts import write_whole
-from scaletrain_cli.data.sources.libraries import require
-from scaletrain_cli.data.tokenizers import from_sentencepiece, from_tiktoken
+from scaletrain_cli.data.tokenizers import conversion
+from scaletrain_cli.data.tokenizers.conversion import NotConvertibleError
 from scaletrain_cli.data.tokenizers.files import (
     GENERIC_CLASSES,
     TokenizerError,
@@ -23,7 +23,7 @@ from scaletrain_cli.data.tokenizers.files import (
     tokenizer_file,
     with_files_beside,
 )
-from scaletrain_cli.data.tokenizers.from_sentencepiece import NotConvertibleError
+from scaletrain_cli.extras import require
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.corpus_files import TOKEN_FILES
@@ -117,7 +117,7 @@ def _converted(content: bytes, section: TokenizerSpec) -> str:
     """Return the content of the tokenizer.json of a file of another library. Raises UsageError."""
     try:
         if section.kind == "sentencepiece":
-            tokenizer = from_sentencepiece.converted(content)
+            tokenizer = conversion.from_sentencepiece(content)
             theirs: _Ids = require("sentencepiece", "data").SentencePieceProcessor(model_proto=content).encode
         else:
             tokenizer, theirs = _tiktoken(content, section)
@@ -133,7 +133,7 @@ def _converted(content: bytes, section: TokenizerSpec) -> str:
 def _tiktoken(content: bytes, section: TokenizerSpec) -> tuple[Any, _Ids]:
     """Return the converted tokenizer, and that of the library."""
     ranks, pattern, special = _tiktoken_parts(content, section)
-    tokenizer = from_tiktoken.converted(ranks, pattern, special)
+    tokenizer = conversion.from_tiktoken(ranks, pattern, special)
     library = require("tiktoken", "data")
     try:
         theirs = library.Encoding("given", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
@@ -144,12 +144,12 @@ def _tiktoken(content: bytes, section: TokenizerSpec) -> tuple[Any, _Ids]:
 
 def _tiktoken_parts(content: bytes, section: TokenizerSpec) -> tuple[dict[bytes, int], str, dict[str, int]]:
     """Return ranks, split pattern, and special tokens with their ids."""
-    ranks = from_tiktoken.ranks_of(content)
+    ranks = conversion.ranks_of(content)
     if section.encoding is not None:
-        encoding = from_tiktoken.ENCODINGS[section.encoding]
+        encoding = conversion.ENCODINGS[section.encoding]
     else:
-        encoding = from_tiktoken.Encoding(section.pattern or "", {}, section.special_tokens)
-    return ranks, encoding.pattern, from_tiktoken.special_tokens(encoding, ranks)
+        encoding = conversion.Encoding(section.pattern or "", {}, section.special_tokens)
+    return ranks, encoding.pattern, conversion.special_tokens(encoding, ranks)
 
 
 def token_ids(content: bytes, section: TokenizerSpec) -> dict[str, int]:
@@ -161,7 +161,7 @@ def token_ids(content: bytes, section: TokenizerSpec) -> dict[str, int]:
     _require_no_class(section)
     try:
         if section.kind == "sentencepiece":
-            ids = dict(from_sentencepiece.converted(content).get_vocab())
+            ids = dict(conversion.from_sentencepiece(content).get_vocab())
         else:
             ranks, _, special = _tiktoken_parts(content, section)
             ids = {"": max(ranks.values()), **special}

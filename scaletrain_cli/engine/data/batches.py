@@ -14,8 +14,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.data.dataset import JoinedSequences, TextSequences
 from scaletrain_cli.engine.data.loader import map_tensors
-from scaletrain_cli.engine.data.row_images import RowImages
-from scaletrain_cli.engine.data.rows import NOT_COUNTED, JoinedRows, RowSamples
+from scaletrain_cli.engine.data.rows import NOT_COUNTED, JoinedRows, RowImages, RowSamples
 from scaletrain_cli.engine.data.sample_order import SampleOrder, places_in_batch
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.document_attention import Segments, segments_of

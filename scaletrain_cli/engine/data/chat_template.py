@@ -21,9 +21,8 @@ from scaletrain_cli.data.tokenizers.template_environment import (
     without_marks,
 )
 from scaletrain_cli.engine.data.missing_parts import Part, in_words
-from scaletrain_cli.spec.row_examples import ASSISTANT, Conversation, Message, RowError
-from scaletrain_cli.spec.row_images import IMAGE_MARK, is_image_part
-from scaletrain_cli.spec.row_messages import REASONING
+from scaletrain_cli.spec.row_examples import ASSISTANT, IMAGE_MARK, Conversation, Message, RowError, is_image_part
+from scaletrain_cli.spec.row_formats import REASONING
 
 _MOST_STRUCTURES = 10_000  # of conversations, whose missing parts are remembered
 _RESERVED = {"messages", "tools", "add_generation_prompt"}  # variables that a row does not set by name

@@ -23,6 +23,7 @@ from scaletrain_cli.spec import DataSpec, LlavaSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 from scaletrain_cli.spec.row_examples import (
     ASSISTANT,
+    IMAGE_MARK,
     Answer,
     Conversation,
     Example,
@@ -30,8 +31,8 @@ from scaletrain_cli.spec.row_examples import (
     Pair,
     PlainText,
     RowError,
+    image_marks,
 )
-from scaletrain_cli.spec.row_images import IMAGE_MARK, image_marks
 
 _CHARACTERS_SHOWN = 20
 
@@ -181,7 +182,15 @@ class ChatTokenizer:
         if self._loss_on == "all" and all(weight == 1 for weight in weights):
             return self._checked(self._whole(template, conversation), template, conversation)
         text, spans, stops = template.assistant_spans(conversation, last_only=self._loss_on == "last_assistant")
-        spans = _with_the_rest(text, spans) if self._loss_on == "all" else spans
+        if self._loss_on == "all":  # what is between the spans has weight 1
+            found, place = [], 0
+            for span in [*sorted(spans), None]:
+                start = len(text) if span is None else span.start
+                found += [Span(place, start, 1.0)] if place < start else []
+                if span is not None:
+                    found.append(span)
+                    place = span.stop
+            spans = found
         return self._checked(_Text(text, special=False, spans=spans, stops=stops), template, conversation)
 
     def _whole(self, template: ChatTemplate, conversation: Conversation) -> _Text:
@@ -292,13 +301,3 @@ class ChatTokenizer:
         weights[places] = 0
         copies = np.where(places, self.images.copies, 1)
         return document._replace(ids=np.repeat(ids, copies), weights=np.repeat(weights, copies))
-
-
-def _with_the_rest(text: str, spans: list[Span]) -> list[Span]:
-    """Return the spans, and those between them with weight 1, in order."""
-    found, place = [], 0
-    for span in sorted(spans):
-        found += [Span(place, span.start, 1.0)] if place < span.start else []
-        found.append(span)
-        place = span.stop
-    return [*found, Span(place, len(text), 1.0)] if place < len(text) else found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from scaletrain_cli.spec.row_examples import Message
-from scaletrain_cli.spec.row_messages import REASONING
+from scaletrain_cli.spec.row_formats import REASONING
 
 THOUGHT_ENDS = "</think>"
 COUNTED = ("reasoning", "refusal", "descriptions of parameters")  # what templates drop on purpose

@@ -17,8 +17,7 @@ from scaletrain_cli.data.commands import ProgressLines
 from scaletrain_cli.data.estimate import preparation_seconds
 from scaletrain_cli.data.images.prepared import is_of_images, source_bytes
 from scaletrain_cli.data.pipeline.claims import read_failure, record_failure
-from scaletrain_cli.data.prepared import is_dataset
-from scaletrain_cli.data.run_datasets import prepare_run_datasets
+from scaletrain_cli.data.prepared import is_dataset, prepare_run_datasets
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.rundir.documents import read_document, write_document

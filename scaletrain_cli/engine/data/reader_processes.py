@@ -257,7 +257,11 @@ class _Pickler(pickle.Pickler):
             flat: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _tensor, (pickle.PickleBuffer(flat), value.dtype, tuple(value.shape))
         if isinstance(value, np.memmap) and value.flags.c_contiguous and isinstance(_mapping(value), mmap.mmap):
-            return _mapped, (str(value.filename), value.dtype, value.shape, _offset(value))
+            whole: Any = value
+            while isinstance(whole.base, np.ndarray):  # a part of a mapped array has the offset of the whole
+                whole = whole.base
+            offset = int(whole.offset + value.ctypes.data - whole.ctypes.data)
+            return _mapped, (str(value.filename), value.dtype, value.shape, offset)
         return NotImplemented
 
 
@@ -267,22 +271,14 @@ def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
-def _mapped(path: str, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> Any:
-    if not all(shape):
-        return np.empty(shape, dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
-
-
 def _mapping(array: np.memmap[Any, Any]) -> Any:
     return array._mmap  # type: ignore[attr-defined]
 
 
-def _offset(array: np.memmap[Any, Any]) -> int:
-    """Return the byte of the file at which an array begins; a part of a mapped array has the offset of the whole."""
-    whole: Any = array
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    return int(whole.offset + array.ctypes.data - whole.ctypes.data)
+def _mapped(path: str, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> Any:
+    if not all(shape):
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
 
 
 def _dumps(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes:

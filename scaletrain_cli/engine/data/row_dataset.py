@@ -13,14 +13,13 @@ import numpy as np
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError
 from scaletrain_cli.data.images.prepared import is_of_images
-from scaletrain_cli.data.run_datasets import find_run_datasets
+from scaletrain_cli.data.prepared import find_run_datasets
 from scaletrain_cli.data.token_files import DTYPES
 from scaletrain_cli.data.tokenizers.chat_templates import TemplateFiles, template_files
 from scaletrain_cli.data.tokenizers.given import tokenizer_identity
 from scaletrain_cli.engine.data.dataset import SPLITS, DatasetInfo, map_numbers, seal_of
-from scaletrain_cli.engine.data.row_images import LARGE_FILES, open_row_images
 from scaletrain_cli.engine.data.row_source import rows_content
-from scaletrain_cli.engine.data.rows import RowSequences
+from scaletrain_cli.engine.data.rows import LARGE_FILES, RowSequences, open_row_images
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scaletrain_cli.data.content import combined_content, embedded_content, known_hashes, read_hashes
-from scaletrain_cli.data.sources.local_files import local_file
+from scaletrain_cli.data.sources.records import local_file
 from scaletrain_cli.data.sources.rows import RawRow, Tally, rows_in
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -29,9 +29,8 @@ from scaletrain_cli.spec.corpus_files import (
     kind_of,
     unreadable_among,
 )
-from scaletrain_cli.spec.row_examples import Example, RowError
+from scaletrain_cli.spec.row_examples import Example, RowError, images_of, require_format_with_images
 from scaletrain_cli.spec.row_formats import format_of, parse_row
-from scaletrain_cli.spec.row_images import images_of, require_format_with_images
 
 _FEWEST_CHARACTERS = 20
 _MOST_CHARACTERS = 600

@@ -23,16 +23,15 @@ from scaletrain_cli.data.tokenizers.given import given_tokenizer
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, ImageTokens, image_tokens
 from scaletrain_cli.engine.data.dataset import SPLITS, seal_of
 from scaletrain_cli.engine.data.row_dataset import PARTS, SCHEMA, RowsInfo, template_hash
-from scaletrain_cli.engine.data.row_images import ImageWriter, StoredImage
 from scaletrain_cli.engine.data.row_source import Row, refuse_or_leave_out, rows_of
+from scaletrain_cli.engine.data.rows import ImageWriter, StoredImage
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.safe_files import create_file
 from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT
-from scaletrain_cli.spec.row_examples import Conversation, Example, Pair, PlainText, RowError
-from scaletrain_cli.spec.row_images import IMAGE_MARK
+from scaletrain_cli.spec.row_examples import IMAGE_MARK, Conversation, Example, Pair, PlainText, RowError
 from scaletrain_cli.spec.vision_model import image_channels
 
 
@@ -236,7 +235,7 @@ class _Images:
 
     def __init__(self, spec: RunSpec, model: LlavaSpec, folder: Path, tokens: ImageTokens) -> None:
         from scaletrain_cli.data.images.decode import BadImageError, MissingImageError  # these need Pillow
-        from scaletrain_cli.engine.data.images.of_rows import read_image
+        from scaletrain_cli.engine.data.images.reading import read_image
 
         self._bad, self._missing, self._read = BadImageError, MissingImageError, read_image
         self._skips, self._channels, self._tokens = spec.data.on_bad == "skip", image_channels(model), tokens

@@ -161,7 +161,7 @@ def _shown(
 def _image(image: RowImage) -> dict[str, Any]:
     """Return the place of an image with its width and height, or with what is wrong with it."""
     from scaletrain_cli.data.images.decode import BadImageError, size_of  # these need Pillow
-    from scaletrain_cli.engine.data.images.of_rows import read_image
+    from scaletrain_cli.engine.data.images.reading import read_image
 
     try:
         width, height = size_of(read_image(image, 3, decodes=False).content, image.place)

@@ -245,7 +245,7 @@ def _pixels(spec: RunSpec) -> Pixels | None:
     """Return what decodes the images of rows; None for rows without images. Raises UsageError."""
     if not isinstance(spec.model, LlavaSpec):
         return None
-    from scaletrain_cli.engine.data.images.of_rows import RowPixels  # which needs Pillow
+    from scaletrain_cli.engine.data.images.reading import RowPixels  # which needs Pillow
 
     return RowPixels.of(spec)
 

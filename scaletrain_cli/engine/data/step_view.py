@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from scaletrain_cli.data.images.prepared import is_of_images
-from scaletrain_cli.data.skip_ranges import batch_number, merged_skip_ranges
-from scaletrain_cli.data.stages import stages_of_run
+from scaletrain_cli.data.stages import batch_number, merged_skip_ranges, stages_of_run
 from scaletrain_cli.data.tokenizers.files import load_tokenizer
 from scaletrain_cli.engine.data.batches import PADDING_MULTIPLE, BatchReader, MicroBatch
 from scaletrain_cli.engine.data.chat_tokenizer import first_copies

@@ -1,13 +1,21 @@
-"""A model on one device for inference: losses of documents, continuations of prompts, and answers about images."""
+"""A model on one device for inference: losses of documents, continuations of prompts, and answers about images.
+
+Answers of a model in training to the first rows of the validation split are for people to read.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from scaletrain_cli.data.tokenizers.files import load_tokenizer
+from scaletrain_cli.engine.data.batches import BatchReader
+from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.base import CausalLM
@@ -15,7 +23,8 @@ from scaletrain_cli.engine.model.loss import logits_of
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.model.vision.llava import Llava
-from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.engine.objectives.base import Objective
+from scaletrain_cli.spec import LlavaSpec, ModelSpec
 
 
 class TokenLoss(NamedTuple):
@@ -120,3 +129,82 @@ def without_images(logits: Tensor, image_token: int) -> Tensor:
     if image_token < logits.shape[-1]:
         logits[..., image_token] = -math.inf
     return logits
+
+
+_MOST_TOKENS = 64  # of an answer
+_MULTIPLE = 64  # of the positions computed at once, so that there are few shapes
+
+
+@dataclass(frozen=True)
+class SampleAnswers:
+    """Answers the prompts of rows with the engine, in every ZeRO stage.
+
+    ``tokenizer``: the path of its tokenizer.json. ``compiled``: all shapes must be equal.
+    """
+
+    spec: LlavaSpec
+    reader: BatchReader
+    tokenizer: Path
+    device: torch.device
+    compiled: bool
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    @torch.no_grad()
+    def answer(self, engine: Any, objective: Objective, row: int) -> dict[str, str] | None:
+        """Return the likeliest answer to the prompt of a row (from 0 on), for the file of a validation.
+
+        ``expected`` is the first answer of the row, and ``sample`` the places of its images in the source. None if the
+        row has no answer. All ranks call it alike, and get the same.
+        """
+        (batch,) = self.reader.read([[row]])
+        places = (batch.labels[0] != NOT_COUNTED).nonzero().flatten().tolist()
+        if not places:
+            return None
+        first = places[0]
+        stop = next(place for place in range(first, len(batch.labels[0]) + 1) if place not in places)
+        tokens, expected = batch.tokens[0, : first + 1].tolist(), batch.labels[0, first:stop].tolist()
+        images = tokens.count(self.spec.image_token_index) // self.spec.tokens_per_image
+        assert batch.images is not None
+        of_prompt = batch._replace(images=batch.images[:images]).to(self.device)
+        _, _, pixels, _ = objective.prepared(of_prompt).inputs
+        found = self._greedy(engine, tokens, pixels, expected[-1])
+        assert isinstance(self.reader.sequences, RowSequences)
+        names = [image.place for image in self.reader.sequences.images_of(row)[:images]]
+        prompt = [token for token in tokens if token != self.spec.image_token_index]
+        texts = {"prompt": prompt, "answer": found, "expected": expected[:-1]}
+        tokenizer = load_tokenizer(str(self.tokenizer))
+        decoded = {name: tokenizer.decode(ids).strip() for name, ids in texts.items()}
+        return {"sample": ", ".join(names) or f"row {row + 1}", **decoded}
+
+    def _greedy(self, engine: Any, prompt: Sequence[int], pixels: Tensor | None, end: int) -> list[int]:
+        """Return tokens until ``end``, of which the first rank decides."""
+        longest, image = self.spec.text_config.seq_len, self.spec.image_token_index
+        most = min(_MOST_TOKENS, longest - len(prompt) + 1)
+        length = min(longest, -(-(len(prompt) + most) // _MULTIPLE) * _MULTIPLE)
+        # padding: any token that is not an image
+        row = torch.full((1, longest if self.compiled else length), prompt[-1], device=self.device)
+        row[0, : len(prompt)] = torch.tensor(prompt)
+        found: list[int] = []
+        positions, samples = torch.arange(row.shape[1], device=self.device), torch.zeros(1, dtype=torch.int64)
+        while len(found) < most:
+            count = len(prompt) + len(found)
+            context = TokenContext(positions, samples.to(self.device), real=(positions < count).unsqueeze(0))
+            token = engine(row, row, pixels, context, output=_likeliest_after(count - 1, image))
+            if dist.is_initialized():
+                dist.broadcast(token, 0)  # ranks of ZeRO-3 must not differ in the number of passes
+            number = int(token)
+            if number == end:
+                break
+            found.append(number)
+            if count < row.shape[1]:
+                row[0, count] = number
+        return found
+
+
+def _likeliest_after(place: int, image: int) -> Callable[[CausalLM, Tensor], Tensor]:
+    def likeliest(language: CausalLM, hidden: Tensor) -> Tensor:
+        return without_images(language.logits(hidden[:, place : place + 1]), image).argmax(-1).flatten()
+
+    return likeliest

@@ -22,11 +22,11 @@ import torch
 from scaletrain_cli.data.pipeline.tasks import documents
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.tokenizers.files import load_tokenizer
-from scaletrain_cli.engine.checkpoint.adapter_export import exported_model
 from scaletrain_cli.engine.checkpoint.export import export, text_files
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss
 from scaletrain_cli.engine.model.base import CausalLM
+from scaletrain_cli.engine.model.peft_files import exported_model
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.reasons import Reason
@@ -237,7 +237,17 @@ def _run_task(
         return _loss(task, evaluation, loaded)
     if isinstance(task, GenerationTask):
         return _generation(task, evaluation, loaded)
-    return _lm_eval(task, evaluation, loaded, own)
+    loaded.release()
+    output = own.path / "lm-eval" / task.name
+    device, dtype = "cpu" if loaded.device.type == "cpu" else "cuda:0", _DTYPES[loaded.dtype]
+    log = own.path / f"lm-eval-{task.name}.log"
+    found = run_lm_eval(task, loaded.folder, output, device, dtype, log, loaded.stopped)
+    return replace(
+        evaluation,
+        metrics={**evaluation.metrics, **found.metrics},
+        lower_is_better=[*evaluation.lower_is_better, *found.lower_is_better],
+        versions={**evaluation.versions, task.name: found.versions},
+    )
 
 
 def _loss(task: LossTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Evaluation:
@@ -267,17 +277,3 @@ def _generation(task: GenerationTask, evaluation: Evaluation, loaded: _ModelOnDe
         )
         generations.append({"task": task.name, "prompt": prompt, "text": tokenizer.decode(tokens)})
     return replace(evaluation, generations=generations)
-
-
-def _lm_eval(task: LmEvalTask, evaluation: Evaluation, loaded: _ModelOnDemand, own: RunDir) -> Evaluation:
-    loaded.release()
-    output = own.path / "lm-eval" / task.name
-    device, dtype = "cpu" if loaded.device.type == "cpu" else "cuda:0", _DTYPES[loaded.dtype]
-    log = own.path / f"lm-eval-{task.name}.log"
-    found = run_lm_eval(task, loaded.folder, output, device, dtype, log, loaded.stopped)
-    return replace(
-        evaluation,
-        metrics={**evaluation.metrics, **found.metrics},
-        lower_is_better=[*evaluation.lower_is_better, *found.lower_is_better],
-        versions={**evaluation.versions, task.name: found.versions},
-    )

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from scaletrain_cli.data.skip_ranges import SkipRange, batch_number, merged_skip_ranges
+from scaletrain_cli.data.stages import SkipRange, batch_number, merged_skip_ranges
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock

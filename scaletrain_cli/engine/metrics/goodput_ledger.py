@@ -54,7 +54,19 @@ class LedgerClock:
         """Write the file on rank 0. A full disk loses the figures and does not stop the run."""
         with self._lock, contextlib.suppress(OSError):
             if self._active:
-                write_ledger(self._run, self._ledger())
+                self._account()
+                passed = self._since - self._first  # monotonic, because the wall clock may be set back
+                write_ledger(
+                    self._run,
+                    Ledger(
+                        attempt=self._attempt,
+                        began=round(self._began, 3),
+                        updated=round(self._began + passed, 3),
+                        closed=self._closed,
+                        steps=self._steps,
+                        seconds={name: round(value, 4) for name, value in self._seconds.items()},
+                    ),
+                )
 
     def close(self) -> None:
         self._end.set()
@@ -69,18 +81,6 @@ class LedgerClock:
         now = self._clock()
         self._seconds[self._under_way[-1]] += now - self._since
         self._since = now
-
-    def _ledger(self) -> Ledger:
-        self._account()
-        passed = self._since - self._first  # monotonic, because the wall clock may be set back
-        return Ledger(
-            attempt=self._attempt,
-            began=round(self._began, 3),
-            updated=round(self._began + passed, 3),
-            closed=self._closed,
-            steps=self._steps,
-            seconds={name: round(value, 4) for name, value in self._seconds.items()},
-        )
 
     def _write_periodically(self) -> None:
         while not self._end.wait(_WRITE_SECONDS):

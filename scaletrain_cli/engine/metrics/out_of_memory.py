@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from scaletrain_cli.engine.compose import Composed
-from scaletrain_cli.engine.metrics.device_memory import peak_memory_bytes
-from scaletrain_cli.engine.metrics.memory_measurement import model_state_bytes
+from scaletrain_cli.engine.metrics.memory_measurement import model_state_bytes, peak_memory_bytes
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.paths import RunDir

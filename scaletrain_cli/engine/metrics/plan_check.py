@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from scaletrain_cli.engine.compose import Composed
-from scaletrain_cli.engine.metrics.device_memory import forget_peak_memory
-from scaletrain_cli.engine.metrics.memory_measurement import watching_activations, watching_model_states
+from scaletrain_cli.engine.metrics.memory_measurement import (
+    forget_peak_memory,
+    watching_activations,
+    watching_model_states,
+)
 from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations
 from scaletrain_cli.engine.metrics.reporting import report_event
-from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.optim.local_sgd import LocalSGD
+from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator

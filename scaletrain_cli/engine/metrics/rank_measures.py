@@ -14,8 +14,8 @@ from torch import Tensor
 
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.health.stragglers import Stragglers
-from scaletrain_cli.engine.metrics.device_memory import MemorySampler
 from scaletrain_cli.engine.metrics.layer_measures import LayerMeasures, MeasuredLayers
+from scaletrain_cli.engine.metrics.memory_measurement import MemorySampler
 from scaletrain_cli.engine.metrics.noise_scale import NoiseScale, NoiseSteps
 from scaletrain_cli.engine.metrics.step_split import CollectiveWaits, StepSplit
 from scaletrain_cli.engine.parallel.mesh import Mesh

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scaletrain_cli.engine.metrics.device_memory import peak_memory_bytes
+from scaletrain_cli.engine.metrics.memory_measurement import peak_memory_bytes
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.plan.vision.llava import language_share
 from scaletrain_cli.rundir.evaluations import measures_in, read_evaluations, write_validation
@@ -97,7 +97,15 @@ class MetricsLog:
         if time.monotonic() - self._looked > _SECONDS_BETWEEN_EVALUATIONS:
             self._pass_on_evaluations()
         total = self._record.spec.total_steps
-        logger.info(_log_line(line, total, unit))
+        parts = [f"step {line['step']}/{total}", f"loss {line['loss']:.4f}"]
+        skipped = "skipped, the gradient overflowed"
+        parts += [f"grad norm {line['grad_norm']:.3f}" if "grad_norm" in line else skipped]
+        parts += [f"lr {line['learning_rate']:.2e}"]
+        parts += [f"{line[rate_name(unit)]:,.0f} {unit}/s", f"{line['step_seconds']:.2f} s/step"]
+        parts.append(f"{line['memory_bytes'] / 1e9:.2f} GB")
+        if line["mfu"] is not None:
+            parts.append(f"MFU {100 * line['mfu']:.1f} %")
+        logger.info("  ".join(parts))
         print(progress_line(step, total, measured["loss"], line[rate_name(unit)], unit), flush=True)
 
     def take_latest(self) -> dict[str, float]:
@@ -143,15 +151,3 @@ class MetricsLog:
     def _append(self, line: dict[str, Any]) -> None:
         self._writer.put(line)
         self._trackers.log(line)
-
-
-def _log_line(line: dict[str, Any], total_steps: int, unit: str) -> str:
-    parts = [f"step {line['step']}/{total_steps}", f"loss {line['loss']:.4f}"]
-    skipped = "skipped, the gradient overflowed"
-    parts += [f"grad norm {line['grad_norm']:.3f}" if "grad_norm" in line else skipped]
-    parts += [f"lr {line['learning_rate']:.2e}"]
-    parts += [f"{line[rate_name(unit)]:,.0f} {unit}/s", f"{line['step_seconds']:.2f} s/step"]
-    parts.append(f"{line['memory_bytes'] / 1e9:.2f} GB")
-    if line["mfu"] is not None:
-        parts.append(f"MFU {100 * line['mfu']:.1f} %")
-    return "  ".join(parts)

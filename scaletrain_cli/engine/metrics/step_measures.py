@@ -1,12 +1,20 @@
-"""The measures of each step, fetched without waiting for it: one step late on a GPU, at once on a CPU."""
+"""The measures of each step, fetched without waiting for it: one step late on a GPU, at once on a CPU.
+
+And the report on ranks that wait for their batches: one wait holds up every rank, and more readers can end it.
+"""
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from scaletrain_cli.engine.metrics.reporting import report_event
+from scaletrain_cli.engine.process_group import RankConsensus
+from scaletrain_cli.rundir.paths import RunDir
 
 
 class StepMeasures(NamedTuple):
@@ -35,7 +43,9 @@ class DeferredMetrics:
 
     def end(self, step: int, values: Mapping[str, Tensor | float]) -> None:
         """Queue the values of a step, scalars, whose work is enqueued or done."""
-        tensors = {name: value.detach() for name, value in values.items() if self._is_on_device(value)}
+        kind = self._device.type
+        on_device = {name: x for name, x in values.items() if isinstance(x, Tensor) and x.device.type == kind}
+        tensors = {name: value.detach() for name, value in on_device.items()}
         known = {name: float(value) for name, value in values.items() if name not in tensors}
         seconds = self._clock.stop()
         doubles = [each.to(torch.float64) for each in tensors.values()]
@@ -59,9 +69,6 @@ class DeferredMetrics:
         while self._waiting and self._waiting[0][0] <= last:
             found.append(self._waiting.popleft()[1]())
         return found
-
-    def _is_on_device(self, value: Tensor | float) -> TypeGuard[Tensor]:
-        return isinstance(value, Tensor) and value.device.type == self._device.type
 
 
 def fetched_later(values: Tensor) -> Callable[[], list[Any]]:
@@ -121,3 +128,44 @@ Clock = HostClock | GpuClock
 def clock_of(device: torch.device) -> Clock:
     """Return the clock for work on the device; on a GPU the host only enqueues it."""
     return GpuClock(device) if device.type == "cuda" else HostClock()
+
+
+WINDOW_STEPS = 50
+LARGEST_SHARE = 0.05  # of the time of a window; a smaller wait is not worth reporting
+
+
+@dataclass
+class DataWaits:
+    """Sums up the waits of a rank; every 50 steps rank 0 reports the rank that waited most, if that is much.
+
+    Reported again only after a window with less. The first wait of an attempt does not count: nothing was read ahead.
+    """
+
+    run: RunDir
+    rank: int
+    consensus: RankConsensus
+    clock: Callable[[], float] = time.perf_counter
+    _since: float | None = field(default=None, init=False)
+    _waited: float = field(default=0.0, init=False)
+    _steps: int = field(default=0, init=False)
+    _reported: bool = field(default=False, init=False)
+
+    def add(self, step: int, seconds: float, *, workers: int, prefetch: int) -> None:
+        """Add the wait before ``step``. Collective at steps that are multiples of 50, the same on every rank."""
+        now = self.clock()
+        if self._since is not None:
+            self._waited += seconds
+            self._steps += 1
+        if step % WINDOW_STEPS == 0 and self._since is not None:
+            self._compare(step, self._waited / max(now - self._since, 1e-9), workers, prefetch)
+        if self._since is None or step % WINDOW_STEPS == 0:
+            self._since, self._waited, self._steps = now, 0.0, 0
+
+    def _compare(self, step: int, share: float, workers: int, prefetch: int) -> None:
+        shares = self.consensus.share(share)
+        most = max(range(len(shares)), key=shares.__getitem__)
+        high = shares[most] > LARGEST_SHARE
+        if high and not self._reported:
+            details = {"share": round(shares[most], 4), "steps": self._steps, "workers": workers, "prefetch": prefetch}
+            report_event(self.run, self.rank, "data-wait", step=step, rank=most, **details)
+        self._reported = high

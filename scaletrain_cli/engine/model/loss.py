@@ -65,7 +65,13 @@ class LanguageModelHead(nn.Module):
         if added := -len(weight) % self.multiple:  # once, not in each chunk
             weight = F.pad(weight, (0, 0, 0, added))
         if by_row:
-            return self._row_log_probabilities(hidden, weight, labels)
+            assert self.token_losses is not None, "refused before the first step"
+            tokens = (hidden.flatten(0, 1), weight, labels.flatten())
+            if self.tokens_at_once is None:
+                losses = self.token_losses(*tokens, 0.0)
+            else:
+                losses = _ChunkedTokens.apply(*tokens, self.token_losses, self.tokens_at_once)  # type: ignore[no-untyped-call]
+            return -losses.view(labels.shape).sum(1)
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         weights = None if weights is None else weights.flatten()
         if self.tokens_at_once is None:
@@ -88,15 +94,6 @@ class LanguageModelHead(nn.Module):
         if self.kept_losses is not None:
             self.kept_losses.append(losses.detach())
         return losses.sum()
-
-    def _row_log_probabilities(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        assert self.token_losses is not None, "refused before the first step"
-        tokens = (hidden.flatten(0, 1), weight, labels.flatten())
-        if self.tokens_at_once is None:
-            losses = self.token_losses(*tokens, 0.0)
-        else:
-            losses = _ChunkedTokens.apply(*tokens, self.token_losses, self.tokens_at_once)  # type: ignore[no-untyped-call]
-        return -losses.view(labels.shape).sum(1)
 
 
 def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: float, device: torch.device) -> None:

@@ -1,18 +1,32 @@
 """Muon: the update, on the elements of each rank, of matrices that ZeRO and tensor parallelism have sharded.
 
-Momentum is elementwise, so each rank keeps that of the elements it updates; matrix_exchange.py orthogonalizes whole
-matrices. Gradients are reduced, unscaled and clipped before, in every ZeRO stage. torch.optim.Muon rounds to the dtype
-of the iteration first of all, as the exchange does: nothing is lost, and the result is that of one process.
+Momentum is elementwise, so each rank keeps that of the elements it updates; whole matrices are orthogonalized.
+Gradients are reduced, unscaled and clipped before, in every ZeRO stage. torch.optim.Muon rounds to the dtype of the
+iteration first of all, as the exchange does: nothing is lost, and the result is that of one process.
+
+To orthogonalize a matrix, one rank of its pipeline stage receives the parts from the ranks that hold them, puts them
+together in the whole shape, and returns to each rank its elements of the result. The matrices are divided among the
+ranks so that all have about equal work. Both exchanges are in the dtype of the iteration.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from scaletrain_cli.spec.training import OptimizerSpec
+from scaletrain_cli.engine.checkpoint.flat_shards import FlatShard
+from scaletrain_cli.engine.model.materialization import Matrix, matrices_of
+from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
+from scaletrain_cli.engine.parallel.mesh import Mesh, coordinates_of, group_of
+from scaletrain_cli.plan.muon import ROUND_ELEMENTS, fused_widths, newton_schulz_flops, output_dim
+from scaletrain_cli.plan.parameters import model_parameters
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.training import MuonSpec, OptimizerSpec
 
 # The key of a parameter group whose matrices are orthogonalized.
 ORTHOGONALIZED = "orthogonalized"
@@ -120,3 +134,306 @@ class Muon(torch.optim.Optimizer):
         state["step"] += 1
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - self._momentum)
         return gradient.lerp_(buffer, self._momentum) if self._settings.nesterov else gradient.copy_(buffer)
+
+
+class _Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a rank's tensor shard of a matrix, at ``offset`` in flat shard ``shard``."""
+
+    matrix: int
+    start: int
+    stop: int
+    shard: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def _gathered(
+    place: tuple[int, int], pieces: Sequence[_Piece], group: dist.ProcessGroup
+) -> list[tuple[tuple[int, int], list[_Piece]]]:
+    """Return the place and the pieces of every rank of the group, in its order."""
+    on_gpu = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    head = torch.tensor([*place, len(pieces)], device=device)
+    heads = [torch.empty_like(head) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(heads, head, group=group)
+    known = [each.tolist() for each in heads]
+    mine = torch.zeros(max(1, *(count for *_, count in known)), len(_Piece._fields), dtype=torch.int64, device=device)
+    if pieces:
+        mine[: len(pieces)] = torch.tensor(pieces, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(mine) for _ in known]
+    dist.all_gather(rows, mine, group=group)
+    return [
+        ((first, second), [_Piece(*row) for row in every[:count].tolist()])
+        for (first, second, count), every in zip(known, rows, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A matrix of a block: the matrices that it fuses have ``widths`` output features along dimension ``dim``."""
+
+    matrix: Matrix
+    widths: tuple[int, ...]
+    dim: int
+    flops: int
+
+    def shapes(self) -> Iterator[tuple[int, int]]:
+        """Yield (outputs, inputs) of each matrix in it."""
+        inputs = self.matrix.whole_shape[1 - self.dim]
+        yield from ((width, inputs) for width in self.widths)
+
+    def orthogonalized(self, whole: Tensor, iterations: int) -> Tensor:
+        """Return the orthogonalized matrices in the place of those in ``whole``."""
+        if len(self.widths) == 1:
+            return newton_schulz(whole, iterations)
+        return torch.cat(
+            [newton_schulz(part, iterations) for part in torch.split(whole, list(self.widths), self.dim)], self.dim
+        )
+
+    def joined(self, shards: list[Tensor]) -> Tensor:
+        found = [shard.view(self.matrix.shape) for shard in shards]
+        return found[0] if self.matrix.shard_spec is None else self.matrix.shard_spec.join(found)
+
+    def shard(self, whole: Tensor, tensor_rank: int) -> Tensor:
+        spec = self.matrix.shard_spec
+        return whole.reshape(-1) if spec is None else replace(spec, rank=tensor_rank).take(whole).reshape(-1)
+
+    def factor(self, rule: str, piece: _Piece, tensor_rank: int) -> float | Tensor:
+        """Return the factor of the learning rate of a piece: of each element if fused matrices differ in it."""
+        factors = [rate_factor(*shape, rule) for shape in self.shapes()]
+        if len(set(factors)) == 1:
+            return factors[0]
+        each = torch.cat([torch.full((width,), factor) for width, factor in zip(self.widths, factors, strict=True)])
+        whole = each.unsqueeze(1 - self.dim).expand(self.matrix.whole_shape)
+        return self.shard(whole, tensor_rank)[piece.start : piece.stop]
+
+
+class _Round(NamedTuple):
+    """Pieces that travel at once, by rank: to the owners of their matrices, from their holders, and back."""
+
+    outgoing: list[list[_Piece]]
+    incoming: list[list[_Piece]]
+    returned: list[list[_Piece]]
+    results: list[list[_Piece]]
+    owned: list[int]
+
+
+class _Holders:
+    """The ranks that hold pieces of the same matrices, and who orthogonalizes which. Collective to create.
+
+    ``pieces``: those of this rank. ``place``: (tensor rank, replica) of this rank. ``sharded``: replicas hold different
+    elements, as with ZeRO. Flat shards have the same index on all ranks.
+    """
+
+    def __init__(
+        self,
+        wholes: list[_Whole],
+        pieces: list[_Piece],
+        place: tuple[int, int],
+        group: dist.ProcessGroup | None,
+        *,
+        sharded: bool,
+    ) -> None:
+        self._wholes, self._group, self._sharded = wholes, group, sharded
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        found = [(place, pieces)]
+        if group is not None:
+            found = _gathered(place, pieces, group)
+        self._places: list[tuple[int, int]] = [place for place, _ in found]
+        self._pieces = [sorted(each) for _, each in found]
+        self._shards = {piece.matrix: piece.shard for each in self._pieces for piece in each}
+        self._rounds: dict[frozenset[int], list[_Round]] = {}
+
+    def rounds(self, shards: Collection[int]) -> list[_Round]:
+        """Return the rounds that orthogonalize the matrices of these flat shards; the same on every rank."""
+        key = frozenset(shards)
+        if key not in self._rounds:
+            self._rounds[key] = list(self._planned(key))
+        return self._rounds[key]
+
+    def _planned(self, shards: frozenset[int]) -> Iterator[_Round]:
+        batch: list[int] = []
+        size = 0
+        for number in sorted(matrix for matrix, shard in self._shards.items() if shard in shards):
+            elements = math.prod(self._wholes[number].matrix.whole_shape)
+            if batch and size + elements > self.ranks * ROUND_ELEMENTS:
+                yield self._round(batch)
+                batch, size = [], 0
+            batch.append(number)
+            size += elements
+        if batch:
+            yield self._round(batch)
+
+    def _round(self, matrices: list[int]) -> _Round:
+        owners = self._owners(matrices)
+        me, ranks = self.rank, range(self.ranks)
+        mine = [piece for piece in self._pieces[me] if piece.matrix in owners]
+        held = [[p for p in each if p.matrix in owners and owners[p.matrix] == me] for each in self._pieces]
+        return _Round(
+            outgoing=[[p for p in mine if owners[p.matrix] == r and self._sends(me, r, p.matrix)] for r in ranks],
+            incoming=[[p for p in held[r] if self._sends(r, me, p.matrix)] for r in ranks],
+            returned=held,
+            results=[[p for p in mine if owners[p.matrix] == r] for r in ranks],
+            owned=[matrix for matrix in matrices if owners[matrix] == me],
+        )
+
+    def _owners(self, matrices: list[int]) -> dict[int, int]:
+        """Return the rank that orthogonalizes each matrix: the costliest first, on the rank with the least work."""
+        busy = [0] * self.ranks
+        owners = {}
+        for number in sorted(matrices, key=lambda each: (-self._wholes[each].flops, each)):
+            rank = busy.index(min(busy))
+            owners[number] = rank
+            busy[rank] += self._wholes[number].flops
+        return owners
+
+    def _sends(self, rank: int, owner: int, matrix: int) -> bool:
+        """Return whether a rank sends its pieces of a matrix; of equal copies those nearest to the owner are used."""
+        (tensor, replica), (tensor_of_owner, replica_of_owner) = self._places[rank], self._places[owner]
+        if self._wholes[matrix].matrix.shard_spec is None and tensor != tensor_of_owner:
+            return False
+        return self._sharded or replica == replica_of_owner
+
+    def run(
+        self, updates: dict[int, Tensor], dtype: torch.dtype, device: torch.device, iterations: int
+    ) -> Iterator[tuple[_Piece, Tensor]]:
+        """Yield this rank's pieces and their orthogonalized values; ``updates``: by flat shard. Collective."""
+
+        def values_of(piece: _Piece) -> Tensor:
+            values = updates[piece.shard].reshape(-1)[piece.offset : piece.offset + piece.numel]
+            return values.to(device=device, dtype=dtype)
+
+        for each in self.rounds(updates):
+            arrived = self._exchange(
+                [list(map(values_of, part)) for part in each.outgoing], each.incoming, dtype, device
+            )
+            shards: dict[tuple[int, int], Tensor] = {}  # by matrix and tensor rank
+            for rank, (pieces, values) in enumerate(zip(each.incoming, arrived, strict=True)):
+                for piece, part in zip(pieces, values, strict=True):
+                    place = (piece.matrix, self._places[rank][0])
+                    if place not in shards:
+                        shape = self._wholes[piece.matrix].matrix.shape
+                        shards[place] = torch.empty(math.prod(shape), dtype=dtype, device=device)
+                    shards[place][piece.start : piece.stop] = part
+            del arrived
+            tensor_ranks = sorted({tensor for tensor, _ in self._places})
+            for number in each.owned:
+                whole = self._wholes[number]
+                found = [shards.pop((number, tensor)) for tensor in tensor_ranks if (number, tensor) in shards]
+                result = whole.orthogonalized(whole.joined(found), iterations)
+                shards |= {(number, tensor): whole.shard(result, tensor) for tensor in tensor_ranks}
+            results = [
+                [shards[piece.matrix, self._places[rank][0]][piece.start : piece.stop] for piece in pieces]
+                for rank, pieces in enumerate(each.returned)
+            ]
+            answers = self._exchange(results, each.results, dtype, device)
+            del shards, results
+            for pieces, values in zip(each.results, answers, strict=True):
+                yield from zip(pieces, values, strict=True)
+
+    def factor(self, piece: _Piece, rule: str) -> float | Tensor:
+        """Return the factor of the learning rate of a piece of this rank."""
+        return self._wholes[piece.matrix].factor(rule, piece, self._places[self.rank][0])
+
+    def _exchange(
+        self, sent: list[list[Tensor]], expected: list[list[_Piece]], dtype: torch.dtype, device: torch.device
+    ) -> list[list[Tensor]]:
+        """Return the values of the expected pieces, by the rank that sends them."""
+        if self._group is None:
+            return sent
+        flat = torch.cat([torch.empty(0, dtype=dtype, device=device), *(value for part in sent for value in part)])
+        sizes = [[piece.numel for piece in pieces] for pieces in expected]
+        received = torch.empty(sum(map(sum, sizes)), dtype=dtype, device=device)
+        # As bytes, because not every backend knows every dtype.
+        dist.all_to_all_single(
+            received.view(torch.uint8),
+            flat.view(torch.uint8),
+            [sum(each) * dtype.itemsize for each in sizes],
+            [sum(value.numel() for value in part) * dtype.itemsize for part in sent],
+            group=self._group,
+        )
+        by_rank = torch.split(received, [sum(each) for each in sizes])
+        return [list(torch.split(part, each)) for part, each in zip(by_rank, sizes, strict=True)]
+
+
+class MatrixExchange:
+    """Orthogonalizes matrices that several ranks hold together."""
+
+    def __init__(
+        self, holders: list[_Holders], weights: list[Tensor], settings: MuonSpec, device: torch.device
+    ) -> None:
+        """``weights``: the tensors that the optimizer updates, by the index of their flat shard."""
+        self._holders, self._settings, self._device = holders, settings, device
+        self._weights = weights
+        self._shards = {id(weight): index for index, weight in enumerate(weights)}
+
+    def orthogonalize(self, updates: dict[Tensor, Tensor]) -> Iterator[tuple[Tensor, int, Tensor, float | Tensor]]:
+        shards = {self._shards[id(weight)]: update for weight, update in updates.items()}
+        dtype = torch.bfloat16 if self._settings.newton_schulz_dtype == "bf16" else torch.float32
+        for holders in self._holders:
+            for piece, values in holders.run(shards, dtype, self._device, self._settings.newton_schulz_steps):
+                weight = self._weights[piece.shard]
+                yield weight, piece.offset, values, holders.factor(piece, self._settings.adjust_lr)
+
+
+def connect_muon(
+    optimizer: Muon,
+    shards: Sequence[FlatShard],
+    weights: list[Tensor],
+    model: nn.Module,
+    spec: RunSpec,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+) -> None:
+    """Give the optimizer its matrices; ``shards``: the flat shards of ``weights``, which it updates. Collective.
+
+    A rank shares matrices with all ranks of its pipeline stage, and experts with those that have the same ones.
+    """
+    own, settings = spec.transformer, spec.training.optimizer.muon
+    names = {p.name for p in model_parameters(own) if p.is_orthogonalized}
+    place = (mesh.tensor.rank, mesh.synchronous.rank)
+    holders = []
+    for experts in (False, True) if mesh.expert.size > 1 else (False,):
+        wholes = [
+            _whole(own, matrix, settings.newton_schulz_steps)
+            for parameter, matrices in matrices_of(model).items()
+            for matrix in matrices
+            if matrix.name in names and is_sharded_over_experts(parameter) == experts
+        ]
+        numbers = {whole.matrix.name: number for number, whole in enumerate(wholes)}
+        pieces = [
+            _Piece(numbers[part.name], part.start, part.stop, shard.index, offset)
+            for shard in shards
+            for part, offset in shard.slices
+            if part.name in numbers
+        ]
+        group = _group(layout, mesh, experts=experts)
+        holders.append(_Holders(wholes, pieces, place, group, sharded=layout.zero_stage > 0))
+    optimizer.connect(MatrixExchange(holders, weights, settings, device).orthogonalize)
+
+
+def _whole(model: ModelSpec, matrix: Matrix, iterations: int) -> _Whole:
+    dim = output_dim(model)
+    outputs, inputs = matrix.whole_shape[dim], matrix.whole_shape[1 - dim]
+    widths = fused_widths(model, matrix.name) or (outputs,)
+    return _Whole(matrix, widths, dim, sum(newton_schulz_flops(width, inputs, iterations) for width in widths))
+
+
+def _group(layout: Layout, mesh: Mesh, *, experts: bool) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same matrices as this one; None if it is alone. Collective among them."""
+    shared = ("pipeline", "group", "expert") if experts else ("pipeline", "group")
+    own = coordinates_of(layout, dist.get_rank())
+    ranks = [
+        rank
+        for rank in range(layout.world_size)
+        if all(coordinates_of(layout, rank)[axis] == own[axis] for axis in shared)
+    ]
+    replicas = mesh.expert_replicas if experts else mesh.synchronous
+    if len(ranks) == 1:
+        return None
+    return replicas.group if len(ranks) == replicas.size else group_of(ranks)

@@ -12,7 +12,7 @@ from scaletrain_cli.diagnosis.curves import deviation, median
 from scaletrain_cli.diagnosis.memory import ABOVE_PLAN, FULL, LEAST_BYTES, large_micro_batch
 from scaletrain_cli.diagnosis.rehearsal import Item
 from scaletrain_cli.diagnosis.speed import few_workers, slow_storage
-from scaletrain_cli.engine.metrics.device_memory import peak_memory_bytes
+from scaletrain_cli.engine.metrics.memory_measurement import peak_memory_bytes
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.rehearsal.trials import Trials, finite
 from scaletrain_cli.reasons import Reason

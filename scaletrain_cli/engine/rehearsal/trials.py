@@ -11,8 +11,7 @@ from torch import Tensor
 
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
-from scaletrain_cli.engine.checkpoint.random_state import random_state, restore_random_state
-from scaletrain_cli.engine.checkpoint.snapshot import counters, set_counters
+from scaletrain_cli.engine.checkpoint.snapshot import counters, random_state, restore_random_state, set_counters
 from scaletrain_cli.engine.optim.deepspeed_optimizer import use_master_weights
 from scaletrain_cli.engine.optim.optimizers import set_rates
 from scaletrain_cli.engine.process_group import RankConsensus

@@ -23,6 +23,7 @@ from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import (
     EMBEDDED,
     EMBEDDED_SOURCES,
+    IMAGE_SUFFIXES,
     ROW_FORMATS,
     NoCorpusError,
     find_files,
@@ -34,11 +35,9 @@ from scaletrain_cli.spec.corpus_files import (
 )
 from scaletrain_cli.spec.data import FORMATS_OF, FORMATS_WITH_IMAGES
 from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
-from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES
 from scaletrain_cli.spec.losses import LOSSES_OF
-from scaletrain_cli.spec.row_examples import RowError
+from scaletrain_cli.spec.row_examples import RowError, images_of, require_format_with_images
 from scaletrain_cli.spec.row_formats import columns_of, format_of, parse_row
-from scaletrain_cli.spec.row_images import images_of, require_format_with_images
 from scaletrain_cli.spec.shared_paths import parent_of_glob
 from scaletrain_cli.spec.sources import SourceSpec
 
@@ -95,7 +94,7 @@ def _problems_of_rows(view: View, key: str, source: str, *, validation: bool) ->
 
 def _text_problem(source: str, view: View, key: str) -> Reason | None:
     """Return the first problem of files of text, by their beginnings; None where this machine does not have them."""
-    from scaletrain_cli.data.sources.beginning import first_fault
+    from scaletrain_cli.data.sources.formats import first_fault
     from scaletrain_cli.data.sources.listing import source_files
     from scaletrain_cli.data.sources.records import Columns
 
@@ -137,7 +136,7 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
         why = Reason("checks.tokenizer-size", {"vocab_size": most})
         yield view.problem("data.tokenizer.vocab_size", why, size)
     if is_trained and isinstance(model, LlavaSpec) and _has_unprepared_source(view):
-        from scaletrain_cli.spec.row_images import IMAGE_MARK, TRAINED_IMAGE_TOKEN
+        from scaletrain_cli.spec.row_examples import IMAGE_MARK, TRAINED_IMAGE_TOKEN
 
         if model.image_token_index != TRAINED_IMAGE_TOKEN:
             why = Reason("checks.trained-image-token", {"id": TRAINED_IMAGE_TOKEN, "mark": IMAGE_MARK})
@@ -247,7 +246,7 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
     if spec.training.objective in LOSSES_OF:
         return None
     if isinstance(spec.model, LlavaSpec):
-        from scaletrain_cli.spec.row_images import IMAGE_MARK
+        from scaletrain_cli.spec.row_examples import IMAGE_MARK
 
         own = spec.model.image_token_index
         if own not in ids.values():

@@ -28,7 +28,7 @@ from scaletrain_cli.spec.shared_paths import parent_of_glob
 from scaletrain_cli.spec.sources import SourceSpec
 
 if TYPE_CHECKING:
-    from scaletrain_cli.data.sources.beginning import Fault
+    from scaletrain_cli.data.sources.formats import Fault
     from scaletrain_cli.data.sources.records import SourceFile
 
 _REMOTE_FILES_READ = 2  # of each format of a source
@@ -165,7 +165,7 @@ def _problems(
 
     ``key``: of the path of the source. Raises UsageError and OSError.
     """
-    from scaletrain_cli.data.sources.beginning import FILES_READ, first_fault
+    from scaletrain_cli.data.sources.formats import FILES_READ, first_fault
     from scaletrain_cli.data.sources.records import columns_of
     from scaletrain_cli.data.steps.score import score_problem
 
@@ -304,7 +304,7 @@ def token_source_problem(
 
 def _id_problem(view: View, files: Sequence[SourceFile]) -> Reason | None:
     """Return the problem of the first id that the tokenizer does not have, among the beginnings of some files."""
-    from scaletrain_cli.data.sources.beginning import read_beginning
+    from scaletrain_cli.data.sources.formats import read_beginning
     from scaletrain_cli.data.sources.records import Columns, TokenRecord
 
     if (size := _size_of_vocabulary(view)) is None:

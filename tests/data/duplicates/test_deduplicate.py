@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, Texts, candidates, read_removed, verification
+from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, Texts, candidates, clusters, read_removed
+from scaletrain_cli.data.duplicates.clusters import parts
 from scaletrain_cli.data.duplicates.corpus import Sections
-from scaletrain_cli.data.duplicates.verification import parts
 from scaletrain_cli.errors import MissingPackageError, UsageError
 from scaletrain_cli.spec.preparation import DuplicatesSpec
 from tests.data.duplicates.planted import ListedTexts, PlantedTexts, content, deduplicate, plain_similarity
@@ -290,7 +290,7 @@ def test_a_changed_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
             phase.write(corpus, job, texts)
     for changed in (PlantedTexts(20, words=60, seed=1), ListedTexts([texts.text(0)])):
         with pytest.raises(UsageError, match=r"source web .* changed while duplicates"):
-            verification.write_shingles(corpus, 0, changed)
+            clusters.write_shingles(corpus, 0, changed)
     assert not corpus.shingles(0).exists()
 
 

@@ -5,10 +5,18 @@ import random
 import numpy as np
 import pytest
 
-from scaletrain_cli.data.duplicates import shingles
+from scaletrain_cli.data.duplicates import signatures
 from scaletrain_cli.data.duplicates.corpus import Settings
-from scaletrain_cli.data.duplicates.shingles import exact_hash, shingles_of, similarity_of, words_hash, words_of
-from scaletrain_cli.data.duplicates.signatures import band_keys, minhash, sketch_similarity
+from scaletrain_cli.data.duplicates.signatures import (
+    band_keys,
+    exact_hash,
+    minhash,
+    shingles_of,
+    similarity_of,
+    sketch_similarity,
+    words_hash,
+    words_of,
+)
 from tests.data.duplicates.planted import plain_shingles, plain_similarity, plain_words
 from tests.data.marks import normalized_runs
 
@@ -48,7 +56,7 @@ def test_random_texts_have_the_shingles_and_similarities_of_plain_python() -> No
 def test_a_long_text_has_the_same_words_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(TEXTS) * 20
     whole = words_of(text)
-    monkeypatch.setattr(shingles, "_BLOCK_CHARACTERS", 5100)
+    monkeypatch.setattr(signatures, "_BLOCK_CHARACTERS", 5100)
     assert (words_of(text) == whole).all()
     assert len(words_of("x" * 100_000)) == 10  # a word without end is cut after two blocks
 

@@ -9,7 +9,7 @@ import pytest
 
 from scaletrain_cli.data.images.compatibility import settings_of
 from scaletrain_cli.data.images.reading import open_images
-from scaletrain_cli.data.run_datasets import find_run_datasets, prepare_run_datasets
+from scaletrain_cli.data.prepared import find_run_datasets, prepare_run_datasets
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.resource_checks.files import class_file_problems, row_problems

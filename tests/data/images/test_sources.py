@@ -19,7 +19,7 @@ from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.data.sources.places import PlaceError, RemoteFile
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.image_files import splits_by_folder
+from scaletrain_cli.spec.corpus_files import splits_by_folder
 from tests.data.images.pictures import image_bytes, index, write_folder, write_shard, write_shards, write_table
 
 

@@ -6,7 +6,7 @@ from scaletrain_cli.data.commands import prepare_images
 from scaletrain_cli.data.images.compatibility import zero_shot_classes, zero_shot_settings
 from scaletrain_cli.data.images.reading import open_images
 from scaletrain_cli.data.images.samples import ImageSettings
-from scaletrain_cli.data.run_datasets import find_run_datasets, prepare_run_datasets
+from scaletrain_cli.data.prepared import find_run_datasets, prepare_run_datasets
 from scaletrain_cli.engine.data.stats import datasets_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.dataset_checks import require_usable

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from scaletrain_cli.data.pipeline.chain import token_documents
+from scaletrain_cli.data.pipeline.chain import TokenizerSettings, token_documents
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare
 from scaletrain_cli.data.pipeline.shards import split_of
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
 from scaletrain_cli.data.sources import token_formats as reader
-from scaletrain_cli.data.sources.local_files import local_file
-from scaletrain_cli.data.sources.records import SourceFile, TokenRecord
-from scaletrain_cli.data.tokenizers.settings import TokenizerSettings
+from scaletrain_cli.data.sources.records import SourceFile, TokenRecord, local_file
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec.preparation import DuplicatesSpec, NormalizationSpec
 from tests.data.sources.test_formats import megatron as write_megatron

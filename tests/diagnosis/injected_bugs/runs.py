@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from scaletrain_cli.data.run_datasets import prepare_run_datasets
+from scaletrain_cli.data.prepared import prepare_run_datasets
 from scaletrain_cli.diagnosis.case import Case, read_case
 from scaletrain_cli.diagnosis.checks import diagnose
 from scaletrain_cli.diagnosis.findings import Finding

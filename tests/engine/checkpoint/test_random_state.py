@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from scaletrain_cli.engine.checkpoint.random_state import random_state, restore_random_state
+from scaletrain_cli.engine.checkpoint.snapshot import random_state, restore_random_state
 from scaletrain_cli.errors import UsageError
 
 CPU = torch.device("cpu")

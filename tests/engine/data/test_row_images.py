@@ -25,7 +25,7 @@ from scaletrain_cli.engine.data.splits import open_reader
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.row_images import IMAGE_MARK
+from scaletrain_cli.spec.row_examples import IMAGE_MARK
 from tests.engine.data.test_batches import WHOLE
 from tests.spec.samples import SPEC, load
 
@@ -344,7 +344,7 @@ def test_an_export_prepares_images_as_the_run_did(aspect: str, folder: Path) -> 
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
     from scaletrain_cli.engine.checkpoint.export import image_files
-    from scaletrain_cli.engine.data.images.of_rows import RowPixels
+    from scaletrain_cli.engine.data.images.reading import RowPixels
 
     given = spec(folder, f"data.images.aspect={aspect}")
     files = {name: json.loads(content) for name, content in image_files(given).items()}

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.data.skip_ranges import batch_number, keeps_batches, merged_skip_ranges
-from scaletrain_cli.data.stages import MixtureStage, planned_stages, shares_of, sources_before, stages_of_run
+from scaletrain_cli.data.stages import (
+    MixtureStage,
+    batch_number,
+    keeps_batches,
+    merged_skip_ranges,
+    planned_stages,
+    shares_of,
+    sources_before,
+    stages_of_run,
+)
 from scaletrain_cli.engine.data.sample_order import (
     mixture_of_run,
     permute,

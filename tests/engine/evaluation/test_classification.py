@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from scaletrain_cli.engine.evaluation.classification import (
+from scaletrain_cli.engine.evaluation.measures import (
     Accuracy,
     Errors,
+    Figures,
     MeanAveragePrecision,
+    Measures,
     average_precision,
     rank_of_target,
 )
-from scaletrain_cli.engine.evaluation.measures import Figures, Measures
 from scaletrain_cli.engine.parallel.mesh import Axis
 from tests.engine.ranks import on_ranks
 

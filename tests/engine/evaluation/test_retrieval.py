@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaletrain_cli.engine.evaluation import retrieval, zero_shot
-from scaletrain_cli.engine.evaluation.measures import Figures
-from scaletrain_cli.engine.evaluation.retrieval import RECALLS, Retrieval, content_keys, ranks_of_best
+from scaletrain_cli.engine.evaluation import measures as module
+from scaletrain_cli.engine.evaluation import zero_shot
+from scaletrain_cli.engine.evaluation.measures import RECALLS, Figures, Retrieval, content_keys, ranks_of_best
 from scaletrain_cli.engine.evaluation.zero_shot import class_features
 from scaletrain_cli.engine.parallel.mesh import Axis
 from tests.engine.ranks import on_ranks
@@ -58,7 +58,7 @@ def plain_recalls(limit: int) -> dict[str, float]:
 
 
 def retrieved(rank: int, ranks: int, group: torch.distributed.ProcessGroup | None, limit: int) -> Figures:
-    retrieval._SCORES_AT_A_TIME = 300  # several chunks of queries
+    module._COMPARED_AT_A_TIME = 300  # several chunks of queries
     measures, size = Retrieval(limit), 8
     pixels, tokens, images, texts = pairs()
     for first in range(rank * size, -(-PAIRS // (size * ranks)) * size * ranks, size * ranks):

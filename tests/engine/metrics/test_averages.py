@@ -3,8 +3,8 @@ from pathlib import Path
 import torch
 
 from scaletrain_cli.engine.compose import compose
+from scaletrain_cli.engine.model.vision.batch_norm import statistics_of
 from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.parallel.batch_norm import statistics_of
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import RunSpec, parse_spec

@@ -11,9 +11,14 @@ import torch
 from torch import nn
 
 from scaletrain_cli.engine.deepspeed_engine import prepare_deepspeed
-from scaletrain_cli.engine.metrics import device_memory, out_of_memory
-from scaletrain_cli.engine.metrics.device_memory import MemorySampler, forget_peak_memory, peak_memory_bytes
-from scaletrain_cli.engine.metrics.memory_measurement import ModelStateBytes, watching_model_states
+from scaletrain_cli.engine.metrics import memory_measurement, out_of_memory
+from scaletrain_cli.engine.metrics.memory_measurement import (
+    MemorySampler,
+    ModelStateBytes,
+    forget_peak_memory,
+    peak_memory_bytes,
+    watching_model_states,
+)
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.result import RunPlan
@@ -120,7 +125,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     monkeypatch.setattr(torch.cuda, "memory_stats", allocator.stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", allocator.reset)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: allocator.peak)
-    monkeypatch.setattr(device_memory, "_earlier_peaks", {})
+    monkeypatch.setattr(memory_measurement, "_earlier_peaks", {})
     return allocator
 
 

@@ -20,7 +20,7 @@ from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec, parse_spec
-from scaletrain_cli.spec.schedules import learning_rate
+from scaletrain_cli.spec.training import learning_rate
 
 VOCAB, LENGTH, STEPS = 64, 24, 20
 SPEC = f"""

@@ -4,8 +4,7 @@ import pytest
 
 from scaletrain_cli.engine.validation import check_metrics
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.spec.schedules import should_stop
-from scaletrain_cli.spec.training import EarlyStoppingSpec
+from scaletrain_cli.spec.training import EarlyStoppingSpec, should_stop
 from tests.spec.samples import SPEC, load
 
 IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}", "data={source: sklearn-digits}")

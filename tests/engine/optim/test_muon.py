@@ -8,9 +8,8 @@ from torch.optim import _muon as of_torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaletrain_cli.engine.model.materialization import Matrix
-from scaletrain_cli.engine.optim import matrix_exchange
-from scaletrain_cli.engine.optim.matrix_exchange import _Holders, _Piece, _Whole
-from scaletrain_cli.engine.optim.muon import newton_schulz, rate_factor
+from scaletrain_cli.engine.optim import muon
+from scaletrain_cli.engine.optim.muon import _Holders, _Piece, _Whole, newton_schulz, rate_factor
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.plan.muon import newton_schulz_flops
 
@@ -77,7 +76,7 @@ def test_rounds_of_few_elements_give_the_same_as_one_round(monkeypatch: pytest.M
         return len(holders.rounds({0})), [part for _, part in found]
 
     once = run()
-    monkeypatch.setattr(matrix_exchange, "ROUND_ELEMENTS", 50)
+    monkeypatch.setattr(muon, "ROUND_ELEMENTS", 50)
     often = run()
     assert (once[0], often[0]) == (1, 2)
     expected = [newton_schulz(values[25 * n : 25 * n + 24].view(4, 6), 5).flatten() for n in range(4)]

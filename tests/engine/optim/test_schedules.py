@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 
 from scaletrain_cli.spec import TrainingSpec
-from scaletrain_cli.spec.schedules import learning_rate
+from scaletrain_cli.spec.training import learning_rate
 
 PEAK, LEAST, WARMUP, TOTAL = 1e-3, 1e-4, 10, 100
 

@@ -22,7 +22,7 @@ from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.moe import update_correction_biases
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.schedules import learning_rate
+from scaletrain_cli.spec.training import learning_rate
 from tests.engine.ranks import on_ranks
 
 _CPU = torch.device("cpu")

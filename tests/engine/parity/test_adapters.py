@@ -13,7 +13,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.schedules import learning_rate
+from scaletrain_cli.spec.training import learning_rate
 from tests.engine.model.adapted_models import as_peft, ours, pairs, save_hugging_face, with_peft
 from tests.engine.parity.comparison import Difference, difference
 from tests.engine.parity.layouts import stray_state_bytes, train_in_layout

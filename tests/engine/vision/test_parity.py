@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.parallel.batch_norm import images_of_statistics
+from scaletrain_cli.engine.model.vision.batch_norm import images_of_statistics
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec.losses import LOSSES_OF
 from tests.engine.parity.comparison import Difference

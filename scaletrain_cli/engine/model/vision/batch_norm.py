@@ -2,7 +2,7 @@
 
 With images on several ranks each computes the mean and the squares around it of its own images, and two sums over the
 ranks join them (Chan, Golub and LeVeque 1983, equation 2.1), so that no difference of large squares is taken. Ranks may
-have different numbers of values.
+have different numbers of values. Layers that are not synchronized get the same running statistics on all ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from scaletrain_cli.engine.eager import never_compiled
+from scaletrain_cli.engine.model.materialization import stored_buffers
 from scaletrain_cli.engine.parallel.mesh import Axis
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.spec import RunSpec
 
 _PIXELS = (0, 2, 3)  # the dimensions that statistics are of
 
@@ -90,7 +93,9 @@ class BatchNorm2d(nn.Module):
         for name, buffer in exact.items():
             moved = self._buffers[name]
             assert moved is not None
-            self._buffers[name] = buffer if moved.device == buffer.device else _on_device(buffer, moved)
+            if moved.device != buffer.device and buffer.is_meta:  # which has no values
+                buffer = torch.empty_like(buffer, device=moved.device)
+            self._buffers[name] = buffer.to(moved.device)
         return self
 
     def extra_repr(self) -> str:
@@ -157,11 +162,6 @@ def _channels(values: Tensor) -> Tensor:
     return values.view(1, -1, 1, 1)
 
 
-def _on_device(buffer: Tensor, moved: Tensor) -> Tensor:
-    """Return a buffer on the device of ``moved``, in its own dtype; without values if it has none."""
-    return torch.empty_like(buffer, device=moved.device) if buffer.is_meta else buffer.to(moved.device)
-
-
 def batch_norms(model: nn.Module) -> Iterator[BatchNorm2d]:
     yield from (module for module in model.modules() if isinstance(module, BatchNorm2d))
 
@@ -182,3 +182,48 @@ def update_statistics(model: nn.Module) -> None:
         torch._foreach_add_([norm.num_batches_tracked for norm, _ in chosen], 1)
     for norm in norms:
         norm.latest = None
+
+
+def images_of_statistics(model: nn.Module, spec: RunSpec, layout: Layout) -> int | None:
+    """Return the number of images that a BatchNorm layer normalizes together in training; None without such layers."""
+    if not any(True for _ in batch_norms(model)):
+        return None
+    ranks = (
+        layout.data_parallel
+        if spec.training.synchronizes_batch_norm(layout.micro_batch_size, layout.data_parallel)
+        else 1
+    )
+    views = 2 if spec.training.loss.name == "nt_xent" else 1
+    return views * layout.micro_batch_size * ranks
+
+
+def synchronize(model: nn.Module, axis: Axis) -> None:
+    """Let the BatchNorm layers, which have an attribute ``axis``, use the statistics of all ranks of that axis.
+
+    Their forward and backward passes are collective then.
+    """
+    for module in model.modules():
+        if isinstance(getattr(module, "axis", None), Axis):
+            module.axis = axis  # type: ignore[assignment]
+
+
+def statistics_of(model: nn.Module) -> list[Tensor]:
+    """Return the running statistics: the buffers with fractions that belong to the weights."""
+    return [buffer for buffer, _ in stored_buffers(model) if buffer.is_floating_point()]
+
+
+@torch.no_grad()
+def average_statistics(model: nn.Module, axis: Axis) -> None:
+    """Replace the running statistics by their mean over the ranks of an axis. Collective.
+
+    Layers that are not synchronized see other images on each rank. Without this a checkpoint would have the statistics
+    of one of them, and an evaluation another model on each. Equal ones do not change, not by a bit.
+    """
+    buffers = statistics_of(model)
+    if not buffers or axis.group is None:
+        return
+    flat = torch.cat([buffer.view(-1) for buffer in buffers]).double()  # exact sums of equal values
+    dist.all_reduce(flat, group=axis.group)
+    flat /= axis.size
+    for buffer, values in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(values.view_as(buffer))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.base import VisionModel
 from scaletrain_cli.engine.model.materialization import Initial
-from scaletrain_cli.engine.model.vision.transformer import ACTIVATIONS, attention_of_heads
+from scaletrain_cli.engine.model.vision.vit import ACTIVATIONS, attention_of_heads
 from scaletrain_cli.spec import ClipSpec
 from scaletrain_cli.spec.vision_model import OLD_EOS, ClipTextSpec, ClipVisionSpec
 

@@ -15,7 +15,7 @@ from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.base import CausalLM, TrainedModel
 from scaletrain_cli.engine.model.materialization import Initial
 from scaletrain_cli.engine.model.vision.clip import VisionTower, tower_initial
-from scaletrain_cli.engine.model.vision.transformer import ACTIVATIONS
+from scaletrain_cli.engine.model.vision.vit import ACTIVATIONS
 from scaletrain_cli.spec import LlavaSpec
 from scaletrain_cli.spec.weight_files import LANGUAGE_MODEL
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from scaletrain_cli.data.images.index_units import bucket_of
 from scaletrain_cli.data.images.report import image_report
-from scaletrain_cli.data.run_datasets import prepare_run_datasets
+from scaletrain_cli.data.prepared import prepare_run_datasets
 from scaletrain_cli.engine.data import show, stats, step_view, upload
 from scaletrain_cli.engine.data.images.opening import image_reader
 from scaletrain_cli.engine.data.images.show import ShownImages

@@ -7,8 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.vision.batch_norm import BatchNorm2d, batch_norms, update_statistics
-from scaletrain_cli.engine.parallel.batch_norm import average_statistics
+from scaletrain_cli.engine.model.vision.batch_norm import (
+    BatchNorm2d,
+    average_statistics,
+    batch_norms,
+    update_statistics,
+)
 from scaletrain_cli.engine.parallel.mesh import Axis
 from tests.engine.model.vision.convnets import DIMS, fresh, images
 from tests.engine.ranks import on_ranks
