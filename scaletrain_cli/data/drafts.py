@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scaletrain_cli.safe_files import create_file, make_folder
@@ -49,6 +49,25 @@ def remove_drafts(folder: Path, is_dead: Callable[[str], bool]) -> None:
                         shutil.rmtree(path, ignore_errors=True)
                     else:
                         path.unlink()
+
+
+@contextlib.contextmanager
+def folder_written_whole(folder: Path) -> Iterator[Path]:
+    """Yield a new folder that becomes ``folder`` at the end, unless another process was faster, with the same bytes.
+
+    Raises OSError.
+    """
+    draft = draft_of(folder)
+    make_folder(draft, exist_ok=False)
+    try:
+        yield draft
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_whole(path: Path, data: str) -> None:

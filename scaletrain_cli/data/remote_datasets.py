@@ -6,9 +6,7 @@ all chunks, and ``objects.json`` with the size and the ETag of every file. Only 
 
 import hashlib
 import json
-import os
 import re
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from typing import Any
 
 from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, CachedBlocks, block_cache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, hashes_path, read_hashes
+from scaletrain_cli.data.drafts import folder_written_whole
 from scaletrain_cli.data.pipeline.shards import SCHEMA, SPLITS, seal_of, shard_folder
 from scaletrain_cli.data.sources.places import (
     PlaceError,
@@ -155,9 +154,7 @@ def attach_dataset(description: RemoteFile, datasets: Path) -> Path:
     if is_attached(description, datasets):
         return folder
     content, files = _checked(description, None)
-    draft = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
-    make_folder(draft)
-    try:
+    with folder_written_whole(folder) as draft:
         wanted = [name for name in files if _is_beside(name, files[name])]
         for name in {name.partition("/")[0] for name in wanted if "/" in name}:
             make_folder(draft / name)
@@ -168,13 +165,6 @@ def attach_dataset(description: RemoteFile, datasets: Path) -> Path:
         objects = {name: [file.size, file.etag] for name, file in files.items() if name.endswith(_DATA_SUFFIX)}
         create_file(draft / OBJECTS, json.dumps({"path": root, "objects": objects}))
         create_file(draft / DESCRIPTION, content)
-        try:
-            draft.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was faster
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 

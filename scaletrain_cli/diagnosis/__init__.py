@@ -2,5 +2,5 @@
 
 history.py reads metrics.jsonl, case.py the rest; the checks are pure functions of a case, by theme: loss.py,
 targets.py, learning_rate.py, gradients.py, data.py, speed.py, utilization.py, hardware.py, memory.py, durability.py.
-checks.py runs all of them. timing.py has the figures of `scaletrain status`.
+checks.py runs all of them. speed.py has the figures of `scaletrain status`.
 """

@@ -8,7 +8,7 @@ from typing import Any
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
-from scaletrain_cli.diagnosis.timing import recent_steps_seconds
+from scaletrain_cli.diagnosis.speed import recent_steps_seconds
 from scaletrain_cli.reasons import Reason, reason_from
 
 _FEWEST_SAVES = 3

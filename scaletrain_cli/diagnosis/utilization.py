@@ -6,8 +6,7 @@ from typing import Any
 from scaletrain_cli.diagnosis.case import Case, grown, level, levels, share, worst
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
-from scaletrain_cli.diagnosis.speed import slow_rank
-from scaletrain_cli.diagnosis.timing import planned_step_seconds, recent_steps_seconds
+from scaletrain_cli.diagnosis.speed import planned_step_seconds, recent_steps_seconds, slow_rank
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason

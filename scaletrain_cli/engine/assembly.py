@@ -33,16 +33,15 @@ from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.state_check import StateCheck
 from scaletrain_cli.engine.health.stragglers import Stragglers
-from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.profiler import StepProfiler
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
+from scaletrain_cli.engine.metrics.reporting import LedgerClock
 from scaletrain_cli.engine.metrics.step_measures import DataWaits, DeferredMetrics
 from scaletrain_cli.engine.model.base import VisionModel
 from scaletrain_cli.engine.model.vision.batch_norm import statistics_of
-from scaletrain_cli.engine.objectives.base import Objective
-from scaletrain_cli.engine.objectives.dpo import first_loss
+from scaletrain_cli.engine.objectives.base import Objective, first_loss
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh

@@ -21,12 +21,11 @@ from scaletrain_cli.engine.faults import STATE_PARTS, Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.state_check import flip_bit, held_tensors
 from scaletrain_cli.engine.health.stragglers import Stragglers
-from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
-from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event
+from scaletrain_cli.engine.metrics.reporting import LedgerClock, MetricsLog, log_event, report_event
 from scaletrain_cli.engine.metrics.step_measures import DataWaits, DeferredMetrics, StepMeasures
 from scaletrain_cli.engine.metrics.trace_events import DATA, STEP
 from scaletrain_cli.engine.model.attention import attention_kernel_of

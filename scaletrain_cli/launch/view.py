@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from scaletrain_cli.diagnosis.case import Case, read_case
 from scaletrain_cli.diagnosis.checks import Diagnosis, diagnose_run
 from scaletrain_cli.diagnosis.hardware import Hardware, read_hardware
-from scaletrain_cli.diagnosis.timing import RunFigures, run_figures
+from scaletrain_cli.diagnosis.speed import RunFigures, run_figures
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts

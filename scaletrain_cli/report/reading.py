@@ -14,7 +14,7 @@ from typing import Any, Literal
 from scaletrain_cli.diagnosis.case import Case
 from scaletrain_cli.diagnosis.checks import Diagnosis
 from scaletrain_cli.diagnosis.curves import median
-from scaletrain_cli.diagnosis.timing import RunFigures, recent_steps
+from scaletrain_cli.diagnosis.speed import RunFigures, recent_steps
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.attempts import AttemptRecord

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.diagnosis.hardware import Hardware, Spread
-from scaletrain_cli.diagnosis.timing import RunFigures
+from scaletrain_cli.diagnosis.speed import RunFigures
 from scaletrain_cli.event_texts import Event, event_sentence
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.run_status import RunStatus

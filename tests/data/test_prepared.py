@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from scaletrain_cli.data import prepared
 from scaletrain_cli.data.chunk_hashes import HashedFile
-from scaletrain_cli.data.pipeline import trained
+from scaletrain_cli.data.pipeline import prepare as pipeline
 from scaletrain_cli.data.pipeline.tasks import Task, documents
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.sources.listing import source_files
@@ -129,7 +129,7 @@ def test_a_file_that_is_renamed_is_read_as_what_its_name_says(tokenizer: Path, t
 
 
 def test_a_changed_mixture_keeps_tokenizer_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained, "MOST_CHARACTERS", 8000)
+    monkeypatch.setattr(pipeline, "MOST_CHARACTERS", 8000)
     for name, start in (("web", 0), ("books", 500)):
         (tmp_path / f"{name}.jsonl").write_bytes(texts(100, start))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.diagnosis.case import read_case
-from scaletrain_cli.diagnosis.timing import RunFigures, run_figures
+from scaletrain_cli.diagnosis.speed import RunFigures, run_figures
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan.result import MeasuredError, Range, Ranges, TrainingStage
 from scaletrain_cli.rundir.documents import write_document

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import shutil
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
@@ -15,9 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from scaletrain_cli.data.drafts import draft_of
-from scaletrain_cli.data.images.samples import Bad, DigitsUnit, Found, ImageSettings, Unit
-from scaletrain_cli.data.images.targets import TargetError, caption_of, target_of
+from scaletrain_cli.data.drafts import folder_written_whole
+from scaletrain_cli.data.images.samples import (
+    Bad,
+    DigitsUnit,
+    Found,
+    ImageSettings,
+    TargetError,
+    Unit,
+    caption_of,
+    target_of,
+)
 from scaletrain_cli.data.pipeline.shards import SPLITS, split_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -100,9 +106,7 @@ def index_unit(folder: Path, settings: ImageSettings, labels: Sequence[str], giv
         },
     }
     make_folder(folder, parents=True)
-    draft = draft_of(place)
-    make_folder(draft, exist_ok=False)
-    try:
+    with folder_written_whole(place) as draft:
         for split, each in written.items():
             _write(draft / f"{split}.samples.bin", each.samples)
             _write(draft / f"{split}.text.bin", each.text)
@@ -111,10 +115,6 @@ def index_unit(folder: Path, settings: ImageSettings, labels: Sequence[str], giv
         if images:
             _write(draft / EMBEDDED_IMAGES, images)
         create_file(draft / UNIT_INFO, json.dumps(info))
-        with contextlib.suppress(OSError):  # another process was faster, with the same bytes
-            draft.rename(place)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write(path: Path, content: bytes | bytearray) -> None:

@@ -16,12 +16,13 @@ from scaletrain_cli.data.images.samples import (
     DigitsUnit,
     Found,
     ImageSettings,
+    Member,
+    TargetError,
     Unit,
     labels_named,
 )
 from scaletrain_cli.data.images.shards import ShardUnit
 from scaletrain_cli.data.images.tables import names_of_classes, table_units
-from scaletrain_cli.data.images.targets import Member, TargetError
 from scaletrain_cli.data.sources.places import is_remote, list_files, naming_key
 from scaletrain_cli.data.sources.records import SourceFile, local_file
 from scaletrain_cli.errors import UsageError

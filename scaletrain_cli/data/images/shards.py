@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO
 
-from scaletrain_cli.data.images.samples import MOST_IMAGE_BYTES, Bad, Found, ImageSettings
-from scaletrain_cli.data.images.targets import Member, TargetError
+from scaletrain_cli.data.images.samples import MOST_IMAGE_BYTES, Bad, Found, ImageSettings, Member, TargetError
 from scaletrain_cli.data.sources.opening import stored
 from scaletrain_cli.data.sources.records import SourceFile, require_unchanged
 from scaletrain_cli.reasons import Reason

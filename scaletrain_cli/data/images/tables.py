@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from scaletrain_cli.data.images.samples import MOST_IMAGE_BYTES, Bad, Found, ImageSettings
-from scaletrain_cli.data.images.targets import TargetError, json_value
+from scaletrain_cli.data.images.samples import MOST_IMAGE_BYTES, Bad, Found, ImageSettings, TargetError, json_value
 from scaletrain_cli.data.sources.opening import stored
 from scaletrain_cli.data.sources.places import is_remote
 from scaletrain_cli.data.sources.records import SourceFile, require_unchanged

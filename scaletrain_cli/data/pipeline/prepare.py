@@ -1,8 +1,9 @@
 """Prepare sources: decide which documents stay, find duplicates, and write the tokens of each source as a dataset.
 
 Everything is below one folder, by keys: ``.steps/<key>`` has decisions, ``.tokenizers/<key>`` a trained tokenizer, and
-``<key>`` the tokens of a source. Datasets are found without the decisions. A preparation
-that is stopped at any moment is continued by the next one. The bytes do not depend on the number of workers.
+``<key>`` the tokens of a source. Datasets are found without the decisions. A preparation that is stopped at any
+moment is continued by the next one. The bytes do not depend on the number of workers. A tokenizer is trained on the
+documents that are left after all steps: once, and kept by key.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ from scaletrain_cli.data.pipeline.shards import (
     write_shard,
 )
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
-from scaletrain_cli.data.pipeline.trained import BpeTraining, tokenizer_path, train_into, trained_before
+from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
@@ -54,8 +55,90 @@ from scaletrain_cli.rundir.shared_datasets import (
     steps_folder,
     tokenizers_folder,
 )
-from scaletrain_cli.safe_files import make_folder
+from scaletrain_cli.safe_files import make_folder, open_to_read
+from scaletrain_cli.spec.corpus_files import END_OF_TEXT
 from scaletrain_cli.spec.preparation import DuplicatesSpec, PreparationStep
+
+_TRAINING = "bpe/v1"  # raised with every change of the tokenizer of equal documents
+_LARGEST_BYTES = 1 << 28
+# More text does not improve a tokenizer, and takes time in proportion.
+MOST_CHARACTERS = 500_000_000
+
+
+@dataclass(frozen=True)
+class BpeTraining:
+    """``sizes``: the bytes of each source as stored, by name.
+
+    A source's share of the sample is its share of all bytes. The weights of a mixture have no part in it, so that a
+    changed mixture leaves the tokenizer, and all that is prepared with it, as they are.
+    """
+
+    vocab_size: int
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def characters(self, sources: Sequence[str]) -> list[int]:
+        """Return how many characters of each source the sample has, at least as long as the source has them."""
+        sizes = dict(self.sizes)
+        given = [sizes.get(name, 0) for name in sources]
+        given = given if any(given) else [1] * len(given)
+        return [round(MOST_CHARACTERS * size / sum(given)) for size in given]
+
+
+def tokenizer_path(folder: Path, training: BpeTraining, names: Sequence[str], chains: Sequence[Chain]) -> Path:
+    """Return the file of the tokenizer that is trained on these sources; it is there if it has been trained.
+
+    ``folder``: of all trained tokenizers.
+    """
+    keys = [chain.steps[-1].key for chain in chains]
+    key = chained(_TRAINING, training.vocab_size, list(zip(keys, training.characters(names), strict=True)))
+    return folder / key / "tokenizer.json"
+
+
+def trained_before(path: Path) -> str:
+    """Return the content of a tokenizer.json that was trained before; empty if there is none that can be used."""
+    try:
+        with open_to_read(path) as file:  # of any user
+            content = file.read(_LARGEST_BYTES).decode()
+        loaded_tokenizer(content)
+    except Exception:  # damaged; tokenizers raises nothing narrower
+        return ""
+    return content
+
+
+def train_into(path: Path, training: BpeTraining, sources: Sequence[Work], _unit: int = 0) -> None:
+    """Train the tokenizer and write its tokenizer.json. Raises UsageError and OSError."""
+    tokenizer = train_tokenizer(sample(training, sources), training.vocab_size, [END_OF_TEXT])
+    write_whole(path, str(tokenizer.to_str(pretty=True)))
+
+
+def sample(training: BpeTraining, sources: Sequence[Work]) -> Iterator[str]:
+    """Yield the documents to train on; one source without steps gives its beginning.
+
+    Otherwise each source gives documents from tasks that lie evenly in it, until it has given its share. Raises
+    UsageError for a source of which no document is left.
+    """
+    characters = training.characters([each.name for each in sources])
+    from_beginning = len(sources) == 1 and len(sources[0].chain.steps) == 1
+    for work, most in zip(sources, characters, strict=True):
+        taken, is_empty = 0, True
+        for task in work.tasks if from_beginning else spread(work.tasks):
+            for _, text in work.chain.documents(task):
+                yield text
+                is_empty = False
+                taken += len(text)
+                if taken > most:
+                    break
+            if taken > most:
+                break
+        if is_empty:
+            raise UsageError(nothing_left(work))
+
+
+def spread(tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks in an order whose every beginning lies evenly in the source: numbers by their reversed bits."""
+    bits = max(1, (len(tasks) - 1).bit_length())
+    return sorted(tasks, key=lambda task: int(f"{task.number:0{bits}b}"[::-1], 2))
+
 
 _TOKENS = "tokens/v1"  # raised with every change of the tokens of equal documents
 

@@ -13,10 +13,11 @@ from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.duplicates import Corpus
 from scaletrain_cli.data.pipeline.chain import Chain, Work
 from scaletrain_cli.data.pipeline.decisions import Decisions, read_decisions
-from scaletrain_cli.data.pipeline.shards import length_range_end, read_shard_info, read_statistics
+from scaletrain_cli.data.pipeline.shards import STATISTICS, length_range_end, read_shard_info
 from scaletrain_cli.data.pipeline.tasks import Task
 from scaletrain_cli.data.sources.formats import reader_of
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import undamaged_document
 
 SCHEMA = "scaletrain.dataset-report/v1"
 NAME = "report.json"
@@ -214,7 +215,7 @@ def _tokens(source: Work) -> dict[str, Any]:
         shard = source.dataset / f"{task.number:06d}"
         if (info := read_shard_info(shard)) is not None:
             document.update({name: count for name, count in asdict(info).items() if name != "digest"})
-        found = read_statistics(shard)
+        found = undamaged_document(shard / STATISTICS)
         if found is None or found["shortest"] is None:
             continue
         for least, (documents, tokens) in found["lengths"].items():

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError, HashedFile
-from scaletrain_cli.data.drafts import draft_of
+from scaletrain_cli.data.drafts import draft_of, folder_written_whole
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.documents import read_document, undamaged_as
 from scaletrain_cli.safe_files import create_file, make_folder
 
 _NO_WORD = re.compile(r"[^\w\s\x00-\x7f]")  # marks and symbols beyond ASCII
@@ -101,7 +101,7 @@ SPLITS = ("train", "validation")
 _DOCUMENTS_PER_ENCODE = 256
 _CHARACTERS_PER_ENCODE = 1 << 22
 _INFO = "shard.json"
-_STATISTICS = "statistics.json"
+STATISTICS = "statistics.json"  # of the documents of a shard
 
 
 @dataclass(frozen=True)
@@ -169,20 +169,11 @@ def write_shard(
     if folder.is_dir():
         return
     make_folder(folder.parent, parents=True)
-    draft = draft_of(folder)
-    make_folder(draft, exist_ok=False)
-    try:
+    with folder_written_whole(folder) as draft:
         statistics = Statistics(unknown)
         info = _write(draft, documents, validation_share, statistics)
-        create_file(draft / _STATISTICS, json.dumps(statistics.to_json()))
+        create_file(draft / STATISTICS, json.dumps(statistics.to_json()))
         create_file(draft / _INFO, json.dumps(asdict(info), sort_keys=True))
-        try:
-            draft.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was faster, with the same bytes
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write(folder: Path, documents: Iterable[Encoded], validation_share: float, statistics: Statistics) -> ShardInfo:
@@ -236,10 +227,7 @@ def read_description(dataset: Path, schema: str) -> dict[str, Any]:
 
 def read_shard_info(folder: Path) -> ShardInfo | None:
     """Return what a shard has; None if it was not written yet."""
-    try:
-        return ShardInfo(**json.loads((folder / _INFO).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
+    return undamaged_as(ShardInfo, folder / _INFO)
 
 
 def remove_damaged_shard(folder: Path) -> bool:
@@ -254,12 +242,3 @@ def remove_damaged_shard(folder: Path) -> bool:
         folder.rename(draft)  # at once, as other processes look for it
         shutil.rmtree(draft)
     return True
-
-
-def read_statistics(folder: Path) -> dict[str, Any] | None:
-    """Return the statistics of the documents of a shard; None if there are none."""
-    try:
-        found = json.loads((folder / _STATISTICS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scaletrain_cli.engine.checkpoint.exchange import HeldState, exchange
 from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
 from scaletrain_cli.engine.checkpoint.memory_copies import MemoryCopies
 from scaletrain_cli.engine.checkpoint.resume_point import find_latest_valid
 from scaletrain_cli.engine.checkpoint.shard_file import RANDOM, Entry, ShardHeader, StateReader, shard_name, write_shard
 from scaletrain_cli.engine.checkpoint.snapshot import (
+    HeldState,
     Snapshot,
     counters,
+    exchange,
     random_state,
     restore_random_state,
     restore_state,

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from scaletrain_cli.diagnosis.curves import deviation, median
 
@@ -44,17 +44,34 @@ class Outlier(NamedTuple):
     grad_norm: float | None
 
 
-class SpikeGuard:
+class _Detector:
+    """``remembers``: what checkpoints have of a detector, the names of its attributes; a window of steps is a list."""
+
+    remembers: ClassVar[tuple[str, ...]]
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in self.remembers}
+        return {name: list(value) if isinstance(value, deque) else value for name, value in found.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.remembers:
+            own = getattr(self, name)
+            setattr(self, name, deque(state[name], own.maxlen) if isinstance(own, deque) else state[name])
+
+
+class SpikeGuard(_Detector):
     """Compares losses and norms with medians of recent steps; outliers do not enter the medians.
 
     ``patience`` outliers in a row are a spike, reported once. After 32 in a row their level is the new normal. Losses
     are compared with ``least_loss`` where their median is below it, because ratios of small losses mean nothing.
     """
 
+    remembers = ("losses", "norms", "outliers", "healthy_steps")
+
     def __init__(self, factor: float, patience: int, least_loss: float = 0.0) -> None:
         self._factor, self._patience, self._least_loss = factor, patience, least_loss
         self.losses: deque[float] = deque(maxlen=_WINDOW_STEPS)  # recent ones without outliers, oldest first
-        self._norms: deque[float] = deque(maxlen=_WINDOW_STEPS)
+        self.norms: deque[float] = deque(maxlen=_WINDOW_STEPS)
         self.outliers: list[Outlier] = []  # in a row up to the last step; empty if that was healthy
         self.healthy_steps = 0
 
@@ -66,7 +83,7 @@ class SpikeGuard:
     @property
     def median_norm(self) -> float | None:
         """Median of recent norms; None for fewer than 32."""
-        return median(self._norms) if len(self._norms) >= _FEWEST_NORMS else None
+        return median(self.norms) if len(self.norms) >= _FEWEST_NORMS else None
 
     @property
     def steps_until_clean(self) -> int:
@@ -78,7 +95,7 @@ class SpikeGuard:
         if not (self._is_loss_outlier(loss) or (grad_norm is not None and self._is_norm_outlier(grad_norm))):
             self.losses.append(loss)
             if grad_norm is not None:
-                self._norms.append(grad_norm)
+                self.norms.append(grad_norm)
             self.outliers, self.healthy_steps = [], self.healthy_steps + 1
             return "fine"
         self.outliers.append(Outlier(step, loss, grad_norm))
@@ -87,7 +104,7 @@ class SpikeGuard:
         if len(self.outliers) == max(_NEW_LEVEL_STEPS, self._patience + 1):
             for window, values in (
                 (self.losses, [outlier.loss for outlier in self.outliers]),
-                (self._norms, [outlier.grad_norm for outlier in self.outliers if outlier.grad_norm is not None]),
+                (self.norms, [outlier.grad_norm for outlier in self.outliers if outlier.grad_norm is not None]),
             ):
                 window.clear()
                 window.extend(values)
@@ -111,31 +128,20 @@ class SpikeGuard:
         median = self.median_norm
         if median is None:
             return False
-        return norm > _NORM_RATIO * median and norm > median + _NORM_DEVIATIONS * deviation(self._norms, median)
+        return norm > _NORM_RATIO * median and norm > median + _NORM_DEVIATIONS * deviation(self.norms, median)
 
     def expect_new_level(self) -> None:
         """Forget the level of losses and norms so far, because the next step trains on other data."""
         self.losses.clear()
-        self._norms.clear()
+        self.norms.clear()
         self.outliers = []
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "losses": list(self.losses),
-            "norms": list(self._norms),
-            "outliers": [list(outlier) for outlier in self.outliers],
-            "healthy": self.healthy_steps,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = deque(state["losses"], maxlen=_WINDOW_STEPS)
-        self._norms = deque(state["norms"], maxlen=_WINDOW_STEPS)
-        self.outliers = [Outlier(*outlier) for outlier in state["outliers"]]
-        self.healthy_steps = state["healthy"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.outliers = [Outlier(*outlier) for outlier in state["outliers"]]  # lists, in JSON
 
 
-# Slow failures: a collapsing loss scale, dead gradients, a loss that does not fall. Each is reported once; checkpoints
-# record that under the key ``told``.
+# Slow failures: a collapsing loss scale, dead gradients, a loss that does not fall. Each is reported once in a run.
 
 
 _SCALE_WINDOW_STEPS = 100
@@ -147,11 +153,13 @@ _RECENT_LOSSES = 64
 _FLAT_SHARE = 0.02  # of the first losses; learning the frequencies of tokens alone lowers the loss by far more
 
 
-class LossScaleCollapse:
+class LossScaleCollapse(_Detector):
     """Detects that the dynamic loss scale of fp16 fell 32-fold or more within 100 steps.
 
     Steps before the first one that was applied do not count: the scale has to find its level.
     """
+
+    remembers = ("_scales", "_settled", "_reported")
 
     def __init__(self) -> None:
         self._scales: deque[float] = deque(maxlen=_SCALE_WINDOW_STEPS)
@@ -169,16 +177,11 @@ class LossScaleCollapse:
         self._reported = True
         return {"loss_scale": scale, "fell_from": largest, "within_steps": len(self._scales)}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"scales": list(self._scales), "settled": self._settled, "told": self._reported}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._scales = deque(state["scales"], maxlen=_SCALE_WINDOW_STEPS)
-        self._settled, self._reported = state["settled"], state["told"]
-
-
-class DeadGradients:
+class DeadGradients(_Detector):
     """Detects gradient norms of zero or a millionth of the median, for ``patience`` steps in a row."""
+
+    remembers = ("_norms", "_reported")
 
     def __init__(self, patience: int) -> None:
         self._patience, self._norms, self._reported = patience, list[float](), False
@@ -196,19 +199,15 @@ class DeadGradients:
         norms, self._norms, self._reported = self._norms, [], True
         return {"norms": norms}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"norms": list(self._norms), "told": self._reported}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._norms, self._reported = list(state["norms"]), state["told"]
-
-
-class FlatLoss:
+class FlatLoss(_Detector):
     """Detects a new model that learns nothing: checked once, 200 steps in, or 64 steps after a longer warm-up.
 
     Flat is a loss that fell by less than its own noise *and* by less than 2 % since the first steps. Later a loss may
     be flat because nothing is left to learn, so it is not checked again, nor for loaded weights.
     """
+
+    remembers = ("_first",)
 
     def __init__(self, warmup_steps: int) -> None:
         self._checked_at = max(_FLAT_AFTER_STEPS, warmup_steps + _RECENT_LOSSES)
@@ -226,12 +225,6 @@ class FlatLoss:
         if fall > noise or fall > _FLAT_SHARE * first:
             return None
         return {"first_losses": first, "recent_losses": now, "noise": noise}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"first": list(self._first)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._first = list(state["first"])
 
 
 @dataclass(frozen=True)
@@ -254,6 +247,8 @@ class Guard:
         self._spikes = SpikeGuard(factor, patience, least_loss)
         self._scale, self._dead = LossScaleCollapse(), DeadGradients(patience)
         self._flat = FlatLoss(fresh_warmup_steps) if fresh_warmup_steps is not None else None
+        self._parts: dict[str, _Detector] = {"spikes": self._spikes, "scale": self._scale, "dead": self._dead}
+        self._parts |= {} if self._flat is None else {"flat": self._flat}
 
     def observe(self, step: int, measured: Mapping[str, float]) -> tuple[StepStatus, list[GuardFinding]]:
         """Return the status of a step, and new findings.
@@ -299,16 +294,8 @@ class Guard:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "spikes": self._spikes.state_dict(),
-            "scale": self._scale.state_dict(),
-            "dead": self._dead.state_dict(),
-            "flat": self._flat.state_dict() if self._flat is not None else None,
-        }
+        return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._spikes.load_state_dict(state["spikes"])
-        self._scale.load_state_dict(state["scale"])
-        self._dead.load_state_dict(state["dead"])
-        if self._flat is not None:
-            self._flat.load_state_dict(state["flat"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])

@@ -10,8 +10,7 @@ from typing import Any
 from scaletrain_cli.data.stages import SkipRange, batch_number, merged_skip_ranges
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.health.guard import Guard
-from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
-from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event
+from scaletrain_cli.engine.metrics.reporting import LedgerClock, MetricsLog, log_event, report_event
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.engine.stages import StageSwitch

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scaletrain_cli.data.pipeline import trained
+from scaletrain_cli.data.pipeline import prepare as pipeline
 from scaletrain_cli.data.pipeline.chain import Work, chain_of
-from scaletrain_cli.data.pipeline.prepare import Preparation, prepare, prepared
+from scaletrain_cli.data.pipeline.prepare import BpeTraining, Preparation, prepare, prepared, sample, spread
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
-from scaletrain_cli.data.pipeline.trained import BpeTraining, sample, spread
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.spec.preparation import GopherQualitySpec
 
@@ -29,7 +28,7 @@ def source(folder: Path, name: str, rows: list[str]) -> Source:
 
 
 def test_one_source_without_steps_trains_on_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained, "MOST_CHARACTERS", sum(map(len, WEB[:100])) - 1)
+    monkeypatch.setattr(pipeline, "MOST_CHARACTERS", sum(map(len, WEB[:100])) - 1)
     given = Preparation((source(tmp_path, "web", WEB),), (), "", 0.1, task_bytes=500, vocab_size=300)
     done = prepare(given, tmp_path / "data", 1, lambda *_: None)["web"]
     expected = Tokenizer(models.BPE())
@@ -45,7 +44,7 @@ def test_one_source_without_steps_trains_on_its_beginning(tmp_path: Path, monkey
 def test_sources_are_sampled_by_size_evenly_and_after_all_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trained, "MOST_CHARACTERS", 3000)
+    monkeypatch.setattr(pipeline, "MOST_CHARACTERS", 3000)
     sources = source(tmp_path, "web", WEB), source(tmp_path, "books", BOOKS)
     chains = [chain_of(tmp_path / "steps", each, (SHORT,), skips_bad=False) for each in sources]
     sampled = [Work(each, tasks_of(each, 1000), chain) for each, chain in zip(sources, chains, strict=True)]

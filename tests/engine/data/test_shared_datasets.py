@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.data.images.reading import open_images
-from scaletrain_cli.data.pipeline import trained
+from scaletrain_cli.data.pipeline import prepare as pipeline
 from scaletrain_cli.data.pipeline.shards import seal_of
 from scaletrain_cli.engine.data.dataset import open_source_dataset
 from scaletrain_cli.rundir import shared_datasets
@@ -72,7 +72,7 @@ def test_another_user_reads_prepared_data_and_cannot_change_them(
     first = prepares(User(ALICE.uid, umask), root)
     assert first.stat().st_uid == ALICE.uid
     with monkeypatch.context() as patch:
-        patch.setattr(trained, "train_tokenizer", lambda *_: pytest.fail("trained again"))
+        patch.setattr(pipeline, "train_tokenizer", lambda *_: pytest.fail("trained again"))
         assert prepares(BOB, root) == first
     assert [path.name for path in (root / "datasets").iterdir() if not path.name.startswith(".")] == [first.name]
 
