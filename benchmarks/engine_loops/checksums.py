@@ -58,7 +58,7 @@ def main() -> None:
     run = RunDir(Path(sys.argv[1]))
     record, ranks = read_record(run), Ranks.from_environment()
     trainer = assemble(run, record, ranks, 1, PreemptionFlag(), Heartbeat(None))
-    turns = TogglingChecks(1, {}, trainer.device, check=trainer.step_sync.state_check)
+    turns = TogglingChecks(1, {}, trainer.context.device, check=trainer.step_sync.state_check)
     trainer.faults = turns
     trainer.fit()
     if ranks.rank == 0:

@@ -145,11 +145,11 @@ def main() -> None:
     set_up_logging(f"rank {ranks.rank}", descriptor=1)
     trainer = assemble(run, record, ranks, 1, PreemptionFlag(), Heartbeat.from_environment(os.environ))
     rivals = {name: start(trainer) for name, start in _RIVALS.items()}
-    turns = TakingTurns(block, rivals, trainer.device)
+    turns = TakingTurns(block, rivals, trainer.context.device)
     trainer.faults = turns
     trainer.fit()
     if ranks.rank == 0:
-        precision, ours = record.spec.training.precision, list(read_metrics(trainer.run))
+        precision, ours = record.spec.training.precision, list(read_metrics(trainer.context.run))
         check_same_data(ours[0]["loss"], elements_of(trainer.composed.model), precision, rivals)
         for name in ("deepspeed", "ddp"):
             check_same_work(ours, list(read_lines(run.path / f"{name}.jsonl")), precision)

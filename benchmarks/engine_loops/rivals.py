@@ -69,7 +69,7 @@ def bare_deepspeed(trainer: Trainer) -> Loop:
 def plain_ddp(trainer: Trainer) -> Loop:
     """Return a loop of DistributedDataParallel in fp32 or bf16, with clipping as configured."""
     model, forward_and_backward = ddp_around(trainer)
-    optimizer, clipping = optimizer_of(trainer, model), trainer.record.spec.training.gradient_clipping
+    optimizer, clipping = optimizer_of(trainer, model), trainer.context.spec.training.gradient_clipping
 
     def train_step(micro_batches: MicroBatches) -> list[Tensor]:
         losses = forward_and_backward(micro_batches)
@@ -97,7 +97,7 @@ def ddp_around(trainer: Trainer) -> tuple[CausalLM, Callable[[MicroBatches], lis
 
     DDP does not copy gradients out of its buckets, and does not broadcast buffers, which are constants here.
     """
-    spec = trainer.record.spec
+    spec = trainer.context.spec
     model = model_of(trainer).to(torch.bfloat16 if spec.training.precision == "bf16" else torch.float32)
     alone = dist.get_world_size() == 1
     wrapped = model if alone else _distributed(model)
@@ -121,8 +121,8 @@ def _distributed(model: nn.Module) -> nn.Module:
 
 def model_of(trainer: Trainer) -> CausalLM:
     """Return an fp32 copy of the engine's model, whose weights are whole on each rank below ZeRO-3."""
-    spec = trainer.record.spec.transformer
-    model = outline(spec).to_empty(device=trainer.device)
+    spec = trainer.context.spec.transformer
+    model = outline(spec).to_empty(device=trainer.context.device)
     if spec.tie_word_embeddings:
         model.tie()  # to_empty() makes two parameters of a tied one
     own = dict(trainer.composed.model.named_parameters())
@@ -139,20 +139,20 @@ def elements_of(model: nn.Module) -> int:
 
 def optimizer_of(trainer: Trainer, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of the spec, AdamW, as the engine builds it: fused on a GPU, torch's default on a CPU."""
-    spec: RunSpec = trainer.record.spec
+    spec: RunSpec = trainer.context.spec
     settings = spec.training.optimizer
     groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    fused = True if trainer.device.type == "cuda" else None
+    fused = True if trainer.context.device.type == "cuda" else None
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
 
 
 def batches_in_memory(trainer: Trainer) -> Callable[[int], MicroBatches]:
     """Return this rank's part of every batch of the run, read now, as the engine reads it."""
     read = trainer.training.batch
-    steps = range(1, trainer.record.spec.total_steps + 1)
-    read_ahead = ([batch.to(trainer.device) for batch in read(step).micro_batches()] for step in steps)
+    steps = range(1, trainer.context.spec.total_steps + 1)
+    read_ahead = ([batch.to(trainer.context.device) for batch in read(step).micro_batches()] for step in steps)
     found = [[(batch.tokens, batch.labels) for batch in batches] for batches in read_ahead]
     return lambda step: found[(step - 1) % len(found)]  # the rivals train one block more than the run has

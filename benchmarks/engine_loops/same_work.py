@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 def deepspeed_same_work(trainer: Trainer) -> Loop:
     """Return a loop on DeepSpeed with the engine's configuration. It clips, in stage 0 before DeepSpeed's step."""
-    clipping = trainer.record.spec.training.gradient_clipping
+    clipping = trainer.context.spec.training.gradient_clipping
     sharded = trainer.composed.engine.zero_optimization_stage() > 0
     engine, model = deepspeed_around(trainer, clipping if sharded else 0.0)
     around = _Around(trainer, engine.optimizer, "deepspeed")
@@ -58,7 +58,7 @@ def deepspeed_same_work(trainer: Trainer) -> Loop:
 def ddp_same_work(trainer: Trainer) -> Loop:
     """Return a loop on DDP."""
     model, forward_and_backward = ddp_around(trainer)
-    optimizer, clipping = optimizer_of(trainer, model), trainer.record.spec.training.gradient_clipping
+    optimizer, clipping = optimizer_of(trainer, model), trainer.context.spec.training.gradient_clipping
     around = _Around(trainer, optimizer, "ddp")
 
     def train_step(micro_batches: MicroBatches) -> list[Tensor]:
@@ -78,16 +78,16 @@ class _Around:
     """The work of these loops around a step. ``optimizer``: its learning rates are set."""
 
     def __init__(self, trainer: Trainer, optimizer: torch.optim.Optimizer, name: str) -> None:
-        self._spec, self._device, self._optimizer = trainer.record.spec, trainer.device, optimizer
+        self._spec, self._device, self._optimizer = trainer.context.spec, trainer.context.device, optimizer
         self._total, self._tokens = self._spec.total_steps, self._spec.training.global_batch_size
         self._tokens *= self._spec.transformer.seq_len
         read = trainer.training.without_groups().batch
-        self._loader = Loader(read, trainer.device, workers=trainer.readers)
+        self._loader = Loader(read, trainer.context.device, workers=trainer.readers)
         self._ahead = self._spec.data.loader.read_ahead(trainer.readers)
         self._step, self._began, self._stops = 0, 0.0, False
         self._file = None
         if dist.get_rank() == 0:
-            path = Path(trainer.run.path, f"{name}.jsonl")
+            path = Path(trainer.context.run.path, f"{name}.jsonl")
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def batches(self, step: int) -> MicroBatches:

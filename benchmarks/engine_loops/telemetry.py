@@ -76,7 +76,7 @@ def main() -> None:
     trainer.measures._sender = RankTelemetry(writing)
     if trainer.stepper.noise_scale is not None:
         trainer.stepper.noise_scale.taken = 1000  # past the first measurements, which are dense
-    turns = TogglingTelemetry(1, {}, trainer.device, trainer=trainer)
+    turns = TogglingTelemetry(1, {}, trainer.context.device, trainer=trainer)
     trainer.faults = turns
     trainer.fit()
     if ranks.rank == 0:

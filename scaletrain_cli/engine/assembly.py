@@ -20,6 +20,7 @@ from scaletrain_cli.engine.checkpoint.memory_copies import open_memory_copies
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import Composed, compose
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.prepared import tokenizer_path
 from scaletrain_cli.engine.data.rows import RowSamples
@@ -93,20 +94,20 @@ def assemble(
 
     # The ranks find each other, then the nodes, the data and the disk are checked.
     consensus, long_consensus = _connect(record, device, heartbeat)
+    context = RankContext(run, record, ranks, attempt, device, heartbeat, consensus, long_consensus)
     if preflight.is_enabled(record):
         heartbeat.beat(0, "preflight")
         preflight.check_together(run, record, ranks, attempt, long_consensus, device)
     heartbeat.beat(0, "data", DATA_SECONDS)
     data = open_data(run, record, ranks, long_consensus)
     copies_here = None if record.plan.durability.memory_copy_steps is None else copies_folder(run)
-    sought = (run, checkpoints, attempt, spec, ranks, long_consensus)
-    resume_point = find_resume_point(*sought, revision=record.revision, copies=copies_here)
+    resume_point = find_resume_point(context, checkpoints, copies_here)
     long_consensus.from_rank_zero(lambda: _check_disk_space(record, checkpoints, ranks), DiskSpaceError)
     rollbacks = long_consensus.from_rank_zero(lambda: read_rollbacks(run))
     skipped = merged_skip_ranges([*spec.data.skip, *(rollback.skip for rollback in rollbacks)])
     first_batch = batch_number(resume_point.step + 1, skipped)
     if (saved := resume_point.checkpoint) is not None:  # before an event records what other data would change
-        require = partial(_require_same_data, run, record, data, saved, first_batch, skipped)
+        require = partial(_require_same_data, context, data, saved, first_batch, skipped)
         long_consensus.from_rank_zero(require, UsageError)
     mixed = partial(mixture_of_run, run, record, data.sizes, first_batch)  # which records it if it is a new one
     mixture = long_consensus.from_rank_zero(mixed, InfeasibleError)
@@ -147,38 +148,25 @@ def assemble(
     _stop_if_preempted(flag, long_consensus)
 
     # Monitoring, checkpoints and batches.
-    stragglers = Stragglers(run, ranks.rank, consensus, device)
+    stragglers = Stragglers(context)
     stragglers.watch(composed.engine, layout)
     faults = Faults.from_environment(ranks.rank, attempt, checkpoints)
     faults.change_model(composed.model)
     checkpointer = Checkpointer(
-        run,
-        spec,
+        context,
         composed,
         mesh,
-        ranks,
-        long_consensus,
-        attempt=attempt,
         faults=faults,
         average=average,
         local_sgd=local_sgd,
         adaptive_clip=stepper.adaptive_clip,
         base=base,
-        copies=open_memory_copies(
-            run,
-            record,
-            ranks,
-            long_consensus,
-            resume_point,
-            attempt=attempt,
-            delay_seconds=faults.copy_delay_seconds,
-        ),
-        expected_seconds=record.plan.durability.save_seconds,
+        copies=open_memory_copies(context, resume_point, faults.copy_delay_seconds),
     )
-    stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)
+    stages = StageSwitch(context, mesh, composed, stepper, checkpointer, stragglers, swap, trained)
     order = sample_order(spec.training.seed, data.sizes, mixture.stages) if len(data.sizes) > 1 else None
     training = open_reader(spec, data.samples, layout, mesh, order)
-    profiler = StepProfiler(run, record, ranks, attempt, device, heartbeat, preempted=lambda: flag.raised)
+    profiler = StepProfiler(context, preempted=lambda: flag.raised)
     planned = record.plan.durability
     due = CheckpointSchedule(spec.checkpoint.every, planned.interval_steps, planned.seconds_between_losses)
     every = None if spec.guard.checksum == "auto" else min(spec.guard.checksum, due.interval_steps)
@@ -192,22 +180,16 @@ def assemble(
         return stepper.outputs_of(batch.micro_batches()[0].to(device))
 
     state_check = StateCheck(
-        run,
-        ranks,
-        attempt,
-        layout,
+        context,
         composed,
         checkpointer,
-        consensus,
-        heartbeat,
-        device,
         every=every,
         most_steps=due.interval_steps,
         checked_step=resume_point.step,
         outputs=outputs_of_the_first_replica,
         repeat_every=min(spec.guard.replay, due.interval_steps),
     )
-    step_sync = StepSync(run, ranks, consensus, checkpointer, due, flag, heartbeat, ledger, profiler, state_check)
+    step_sync = StepSync(context, checkpointer, due, flag, ledger, profiler, state_check)
 
     def goes_on() -> bool:
         """Return False on every rank after a preemption signal; called between micro-batches of the reference."""
@@ -217,19 +199,15 @@ def assemble(
     reference = None
     if composed.objective.reads_pairs:
         hashes = {name: (info.fingerprint, info.seal) for name, info in data.infos.items()}
-        reference = ReferencePass(run, spec, mesh, stepper, long_consensus, device, hashes, goes_on)
+        reference = ReferencePass(context, mesh, stepper, hashes, goes_on)
     zero_shot = None
     if data.zero_shot is not None:
         from scaletrain_cli.engine.data.images.opening import zero_shot_of  # which needs Pillow
 
         zero_shot = zero_shot_of(spec, data.zero_shot, layout, mesh, device)
     return Trainer(
-        run=run,
-        record=record,
-        ranks=ranks,
-        attempt=attempt,
+        context=context,
         resume_point=resume_point,
-        device=device,
         readers=readers,
         composed=composed,
         stages=stages,
@@ -240,55 +218,35 @@ def assemble(
         data=data,
         training=training,
         validation=Validation(
-            run,
-            record,
-            device,
+            context,
             composed,
             stepper,
             average,
             readers={name: open_reader(spec, samples, layout, mesh) for name, samples in data.validation.items()},
             shares=mixture.validation_shares(data.validation),
             step_sync=step_sync,
-            heartbeat=heartbeat,
             zero_shot=zero_shot,
-            answers=_sample_answers(run, spec, layout, mesh, data, device),
+            answers=_sample_answers(context, mesh, data),
         ),
         faults=faults,
         guard=GuardActions(
-            run,
-            record,
-            ranks,
-            long_consensus,
+            context,
             checkpointer,
             guard_of(spec, layout, composed.objective, data.samples),
             rollbacks,
             ledger,
-            heartbeat,
             stages,
             mixture_batches=tuple(stage.first // layout.global_batch_size + 1 for stage in mixture.stages[1:]),
         ),
         deferred_metrics=DeferredMetrics(device),
-        data_waits=DataWaits(run, ranks.rank, consensus),
+        data_waits=DataWaits(context),
         ledger=ledger,
         profiler=profiler,
         step_sync=step_sync,
-        heartbeat=heartbeat,
         stragglers=stragglers,
-        measures=RankMeasures(
-            run,
-            record,
-            attempt,
-            ranks.rank,
-            composed,
-            stepper,
-            stragglers,
-            mesh,
-            consensus,
-            device,
-            first_step=resume_point.step + 1,
-        ),
+        measures=RankMeasures(context, composed, stepper, stragglers, mesh, first_step=resume_point.step + 1),
         reference=reference,
-        plan_check=PlanCheck(run, record, attempt, composed, local_sgd or average, mesh, consensus, device),
+        plan_check=PlanCheck(context, composed, local_sgd or average, mesh),
     )
 
 
@@ -326,21 +284,16 @@ def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks) -> None:
 
 
 def _require_same_data(
-    run: RunDir,
-    record: RunRecord,
-    data: RunData,
-    checkpoint: Checkpoint,
-    first_batch: int,
-    skipped: Sequence[SkipRange],
+    context: RankContext, data: RunData, checkpoint: Checkpoint, first_batch: int, skipped: Sequence[SkipRange]
 ) -> None:
     """Raise UsageError if the checkpoint was trained on other data or batches."""
-    sample = (first_batch - 1) * record.spec.training.global_batch_size
-    trained = sources_before(read_events(run), sample, next(iter(data.infos)))
+    sample = (first_batch - 1) * context.spec.training.global_batch_size
+    trained = sources_before(read_events(context.run), sample, next(iter(data.infos)))
     saved = read_client_state(checkpoint.path)
     if saved is None:
         raise UsageError(Reason("engine.checkpoint-without-data", {"checkpoint": checkpoint.path.name}))
     data.require_same(checkpoint.path.name, saved, trained)
-    require_same_tokenizer(record.spec, checkpoint.path.name, saved)
+    require_same_tokenizer(context.spec, checkpoint.path.name, saved)
     if not keeps_batches(checkpoint.step, map(tuple, saved["skipped"]), skipped):
         raise UsageError(Reason("data.skips-trained-batches", {"batch": first_batch - 1}))
 
@@ -383,17 +336,16 @@ def _least_loss(spec: RunSpec, layout: Layout, objective: Objective, train: Samp
     return objective.uninformed_loss(layout.global_batch_size, targets)
 
 
-def _sample_answers(
-    run: RunDir, spec: RunSpec, layout: Layout, mesh: Mesh, data: RunData, device: torch.device
-) -> SampleAnswers | None:
+def _sample_answers(context: RankContext, mesh: Mesh, data: RunData) -> SampleAnswers | None:
     """Return what answers rows of the validation split; None without ``evaluation.sample_answers``."""
+    spec, layout, run = context.spec, context.layout, context.run
     if not isinstance(spec.model, LlavaSpec) or not spec.evaluation.sample_answers or not spec.evaluation.every:
         return None
     reader = open_reader(spec, next(iter(data.validation.values())), layout, mesh)
     tokenizer = tokenizer_path(spec, run.path.parent, run)
     assert isinstance(reader, BatchReader)
     assert tokenizer is not None
-    return SampleAnswers(spec.model, reader, tokenizer, device, layout.compile)
+    return SampleAnswers(spec.model, reader, tokenizer, context.device, layout.compile)
 
 
 def _stop_if_preempted(flag: PreemptionFlag, long_consensus: RankConsensus) -> None:

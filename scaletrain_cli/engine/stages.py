@@ -14,24 +14,21 @@ import torch
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.snapshot import random_state, restore_random_state
 from scaletrain_cli.engine.compose import Composed, compose
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.model.materialization import WeightsOfModel
 from scaletrain_cli.engine.optim.optimizers import set_rates
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.step import Stepper
-from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.trained_parameters import Stage, trained_at
-from scaletrain_cli.spec import RunSpec
 
 
 @dataclass
 class StageSwitch:
     """Keeps the engine in the stage of the run. Methods are collective."""
 
-    spec: RunSpec
-    layout: Layout
+    context: RankContext
     mesh: Mesh
-    device: torch.device
     composed: Composed
     stepper: Stepper
     checkpointer: Checkpointer
@@ -44,10 +41,10 @@ class StageSwitch:
         changed = self.is_due(step)
         if changed:
             held = self.checkpointer.state_in_memory()
-            generators = random_state(self.device)
+            generators = random_state(self.context.device)
             self._build(step)
             self.checkpointer.restore_from_memory(held)
-            restore_random_state(generators, self.device)
+            restore_random_state(generators, self.context.device)
         set_rates(self.composed.optimizer, step, rate)
         return changed
 
@@ -68,7 +65,7 @@ class StageSwitch:
 
     def _build(self, step: int) -> None:
         """Replace the engine by that of another stage, with the present weights in the dtype of the forward pass."""
-        self.stage = trained_at(self.spec, step)
+        self.stage = trained_at(self.context.spec, step)
         weights, composed, objective = WeightsOfModel(self.composed.model), self.composed, self.composed.objective
         # Stage 3 is referred to by parameters and hooks that are never collected.
         wrapper = composed.engine.optimizer
@@ -83,12 +80,12 @@ class StageSwitch:
         gc.freeze()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        folder, stage = self.swap_folder, self.stage
+        spec, layout, device = self.context.spec, self.context.layout, self.context.device
         built = compose(
-            self.spec, self.layout, self.mesh, self.device, swap_folder=folder, trained=stage, source=weights
+            spec, layout, self.mesh, device, swap_folder=self.swap_folder, trained=self.stage, source=weights
         )
         built.objective.continue_from(objective)
         composed.replace_by(built)
         self.stepper.engine_was_built()
         self.checkpointer.engine_was_built()
-        self.stragglers.watch(composed.engine, self.layout)
+        self.stragglers.watch(composed.engine, self.context.layout)

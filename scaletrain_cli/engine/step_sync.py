@@ -10,13 +10,12 @@ from itertools import accumulate, chain
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.health.state_check import StateCheck
 from scaletrain_cli.engine.metrics.profiler import StepProfiler
 from scaletrain_cli.engine.metrics.reporting import LedgerClock
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
-from scaletrain_cli.engine.process_group import RankConsensus, Ranks, from_slots, in_slots
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.engine.process_group import from_slots, in_slots
 from scaletrain_cli.worker.loop_adapter import StepDecision
 from scaletrain_cli.worker.signals import PreemptionFlag
 
@@ -27,13 +26,10 @@ _CHECK_SECONDS = 1.0  # between two checks for a file that requests a save
 class StepSync:
     """One rank's part in the step synchronization. Every method is collective."""
 
-    run: RunDir
-    ranks: Ranks
-    consensus: RankConsensus
+    context: RankContext
     checkpointer: Checkpointer
     schedule: CheckpointSchedule
     flag: PreemptionFlag
-    heartbeat: Heartbeat
     ledger: LedgerClock
     profiler: StepProfiler
     state_check: StateCheck
@@ -46,10 +42,10 @@ class StepSync:
         Sums over other groups of ranks may differ in their last bits, so all ranks use the values of rank 0. Raises
         StateCorruptedError.
         """
-        self.heartbeat.wait_for_ranks()
+        self.context.heartbeat.wait_for_ranks()
         slots = [in_slots(measured.values) for measured in measures]
         values = [float(self.profiler.is_requested()), *chain.from_iterable(slots)]
-        decision, anyone_writing, (profile_requested, *agreed), largest = self.consensus.reach(
+        decision, anyone_writing, (profile_requested, *agreed), largest = self.context.consensus.reach(
             self._own_request(step), self.checkpointer.writing, values, self.state_check.for_consensus(step)
         )
         self.state_check.compare(largest)
@@ -60,7 +56,7 @@ class StepSync:
         if decision is StepDecision.PREEMPT:
             self.profiler.end_soon()
         if profile_requested:
-            self.profiler.accept(step, self.consensus)
+            self.profiler.accept(step, self.context.consensus)
         with self.ledger.during("save"):
             self.checkpointer.advance(anyone_writing)
         for cost in self.checkpointer.take_costs():
@@ -75,7 +71,7 @@ class StepSync:
 
     def clear_save_request(self) -> None:
         """Remove a save request, as one that arrived during the last save of a finished run."""
-        if self.ranks.rank == 0:
+        if self.context.rank == 0:
             self._take_file()
 
     def seconds_to_save(self, step: int, grace_seconds: float) -> tuple[float, float]:
@@ -83,15 +79,15 @@ class StepSync:
 
         If another save is in flight, its seconds are added.
         """
-        left = self.consensus.least(self.flag.seconds_left(grace_seconds))
+        left = self.context.consensus.least(self.flag.seconds_left(grace_seconds))
         saves = 1 if self.checkpointer.in_flight_step in (None, step) else 2
-        return left, -self.consensus.least(-saves * self.checkpointer.expected_seconds)
+        return left, -self.context.consensus.least(-saves * self.checkpointer.expected_seconds)
 
     def _own_request(self, step: int) -> StepDecision:
         if self.flag.raised:
             return StepDecision.PREEMPT
         # Only rank 0 decides, because clocks and file systems differ between ranks.
-        if self.ranks.rank == 0 and (self.schedule.is_due(step) or self._requested_by_file()):
+        if self.context.rank == 0 and (self.schedule.is_due(step) or self._requested_by_file()):
             return StepDecision.SAVE
         return StepDecision.CONTINUE
 
@@ -103,7 +99,7 @@ class StepSync:
 
     def _take_file(self) -> bool:
         try:
-            self.run.save_file.unlink()
+            self.context.run.save_file.unlink()
         except OSError:
             return False
         return True

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader, rounds_reader
 from scaletrain_cli.engine.data.splits import Reader, RunData
@@ -25,7 +25,7 @@ from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
-from scaletrain_cli.engine.metrics.reporting import LedgerClock, MetricsLog, log_event, report_event
+from scaletrain_cli.engine.metrics.reporting import LedgerClock, MetricsLog, log_event
 from scaletrain_cli.engine.metrics.step_measures import DataWaits, DeferredMetrics, StepMeasures
 from scaletrain_cli.engine.metrics.trace_events import DATA, STEP
 from scaletrain_cli.engine.model.attention import attention_kernel_of
@@ -33,17 +33,13 @@ from scaletrain_cli.engine.model.moe import routing_measures
 from scaletrain_cli.engine.model.vision.batch_norm import images_of_statistics
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
-from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.validation import ReadAhead, Validation, check_metrics, values_of
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.goodput import run_goodput
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec.training import learning_rate
-from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.loop_adapter import StepDecision
 from scaletrain_cli.worker.telemetry import resident_bytes
 
@@ -108,12 +104,8 @@ class LoopState:
 class Trainer:
     """The parts of one rank, built by ``assembly.assemble``, and the loop over them. Methods are collective."""
 
-    run: RunDir
-    record: RunRecord
-    ranks: Ranks
-    attempt: int
+    context: RankContext
     resume_point: ResumePoint
-    device: torch.device
     readers: int  # processes that read batches; 0: a thread
     composed: Composed
     stages: StageSwitch
@@ -132,7 +124,6 @@ class Trainer:
     plan_check: PlanCheck
     profiler: StepProfiler
     step_sync: StepSync
-    heartbeat: Heartbeat
     stragglers: Stragglers
     measures: RankMeasures
     reference: ReferencePass | None  # None: the objective has no reference
@@ -143,15 +134,14 @@ class Trainer:
 
     def fit(self) -> ExitCode:
         """Train from the resume point until the last step or a preemption signal; return the rank's exit code."""
-        reporting = partial(
-            reporting_out_of_memory, self.run, self.record.plan, self.attempt, self.ranks.rank, self.composed
-        )
+        run, record, rank, attempt = self.context.run, self.context.record, self.context.rank, self.context.attempt
+        reporting = partial(reporting_out_of_memory, run, record.plan, attempt, rank, self.composed)
         with reporting():
             state = self.resume()
             prepared = self.prepare_batches(state.step)
         with (
             contextlib.closing(self.ledger),
-            MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as self.metrics,
+            MetricsLog(run, record, rank, attempt, self.context.device) as self.metrics,
             self.garbage_collection,
             self.measures,
             contextlib.closing(self.loader),
@@ -161,7 +151,7 @@ class Trainer:
             if prepared:
                 self._train_until_end(state)
             self._finish(state)
-        if self.ranks.rank == 0 and (goodput := run_goodput(self.run)) is not None:
+        if self.context.rank == 0 and (goodput := run_goodput(self.context.run)) is not None:
             log_event("goodput", **goodput.to_json())
         return ExitCode.DONE if state.is_complete else ExitCode.PREEMPTED
 
@@ -173,7 +163,7 @@ class Trainer:
             save_due = decision is StepDecision.SAVE or state.at_last_step
             copy_due = copies is not None and copies.is_due(state.step) and not state.at_last_step
             if save_due or copy_due or state.evaluation_due or decision is StepDecision.PREEMPT:
-                agreed = self.step_sync.consensus.on_values
+                agreed = self.context.consensus.on_values
                 # None on a CPU, those of the newest step on a GPU.
                 measures += [each._replace(values=agreed(each.values)) for each in self.deferred_metrics.remaining()]
             rolled_back = self._check(state, measures)
@@ -183,10 +173,10 @@ class Trainer:
                 continue
             if save_due:
                 self.metrics.flush()  # an attempt that resumes here does not log these steps again
-                self.save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
+                self.save(state.step, wait=not self.context.spec.checkpoint.asynchronous)
             if copy_due:
                 with self.ledger.during("save"):
-                    self.heartbeat.beat(state.step, "save")
+                    self.context.heartbeat.beat(state.step, "save")
                     seconds = self.step_sync.schedule.step_seconds
                     # The metrics of these steps are not logged again by an attempt that resumes from the copy.
                     written = self._client_state(state.step)
@@ -196,7 +186,7 @@ class Trainer:
                     continue  # preempted
                 if self.validation.is_best(state.validations):
                     self.metrics.flush()  # retention reads the loss there
-                    self.save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
+                    self.save(state.step, wait=not self.context.spec.checkpoint.asynchronous)
             if state.at_last_step:
                 return
             self._train_step(state)
@@ -214,7 +204,7 @@ class Trainer:
         self.step_sync.state_check.forget(step)
         self.deferred_metrics.remaining()  # discards the measures of undone steps
         state.step, state.last_step, state.evaluation_due = step, self._last_step, False
-        every = self.record.spec.evaluation.every
+        every = self.context.spec.evaluation.every
         del state.validations[step // every if every else 0 :]
         return True
 
@@ -226,20 +216,20 @@ class Trainer:
         if measured is None:
             return False
         if not state.validations:
-            check_metrics(self.record.spec, measured)
+            check_metrics(self.context.spec, measured)
         state.validations.append(measured)
         state.evaluation_due = False
         if self.validation.stops_early(state.validations):
             state.last_step = state.step
-            metric = self.record.spec.training.early_stopping.metric
+            metric = self.context.spec.training.early_stopping.metric
             latest = values_of(metric, state.validations[-5:])
-            self._report("stopped-early", step=state.step, metric=metric, values=latest)
+            self.context.report("stopped-early", step=state.step, metric=metric, values=latest)
         return True
 
     def _train_step(self, state: LoopState) -> None:
         """Train one optimizer step and advance ``state`` to it."""
         state.step += 1
-        state.evaluation_due = self.record.spec.evaluates_after(state.step)
+        state.evaluation_due = self.context.spec.evaluates_after(state.step)
         self.profiler.before_step(state.step)
         with self.ledger.during("step"), profiled(STEP):
             self.optimizer_step(state.step)
@@ -256,14 +246,14 @@ class Trainer:
         unsaved = self._save_before_exit(state.step)
         if self.checkpointer.copies is not None:  # after the save: it waits for the last transfer to another node
             self.checkpointer.copies.close()
-        self._report("finished" if state.is_complete else "preempted", step=state.step, **unsaved)
+        self.context.report("finished" if state.is_complete else "preempted", step=state.step, **unsaved)
         if state.is_complete:  # reported before: the deletion of old checkpoints may take minutes
             self.checkpointer.clean_up()
             self.step_sync.clear_save_request()
 
     def optimizer_step(self, step: int) -> None:
         """Run optimizer step ``step`` (1-based); its measures become available from ``deferred_metrics``."""
-        rate = learning_rate(step, self.record.spec.total_steps, self.record.spec.training)
+        rate = learning_rate(step, self.context.spec.total_steps, self.context.spec.training)
         self._enter_stage(step, rate)
         self.stragglers.begin(step)
         self.faults.before_step(step)
@@ -276,11 +266,11 @@ class Trainer:
                 began = time.perf_counter()
                 batches = self.loader.take(number, self._following(step)).micro_batches()
                 waited = time.perf_counter() - began
-            self.heartbeat.has_batch()
+            self.context.heartbeat.has_batch()
             nan_gradient, factor = self.faults.injects_nan(step), self.faults.loss_factor(number)
             self.stepper.before_update = partial(self._before_update, step)
             result = self.stepper.train(batches, nan_gradient=nan_gradient, factor=factor)
-        self.data_waits.add(step, waited, workers=self.readers, prefetch=self.record.spec.data.loader.prefetch)
+        self.data_waits.add(step, waited, workers=self.readers, prefetch=self.context.spec.data.loader.prefetch)
         if self.local_sgd is not None:
             self.local_sgd.after_step(step)
         if self.average is not None:
@@ -291,7 +281,7 @@ class Trainer:
             "learning_rate": rate,
             "data_wait": waited,
         }
-        if self.record.spec.training.precision == "fp16":
+        if self.context.spec.training.precision == "fp16":
             measured |= {"loss_scale": scale, "skipped": float(result.skipped)}
         measured |= result.measures
         if (tokens := getattr(batches[0], "step_tokens", None)) is not None:
@@ -311,12 +301,12 @@ class Trainer:
 
     @property
     def _last_step(self) -> int:
-        total = self.record.spec.total_steps
+        total = self.context.spec.total_steps
         return total if self.most_steps is None else min(total, self.most_steps)
 
     @property
     def _read_ahead(self) -> int:
-        return self.record.spec.data.loader.read_ahead(self.readers)
+        return self.context.spec.data.loader.read_ahead(self.readers)
 
     def _following(self, step: int) -> list[int]:
         """Return the batches of the steps after ``step`` that are read ahead."""
@@ -326,18 +316,19 @@ class Trainer:
     def _enter_stage(self, step: int, rate: float) -> None:
         """Begin the step, with another engine if a training stage begins: that takes as long as the set-up of a run."""
         is_new = self.stages.is_due(step)
-        self.heartbeat.beat(step, "set-up" if is_new else "step", None if is_new else self.profiler.allowed_seconds)
+        allowed = None if is_new else self.profiler.allowed_seconds
+        self.context.heartbeat.beat(step, "set-up" if is_new else "step", allowed)
         self.stages.enter(step, rate)
         if not is_new:
             return
         self.step_sync.state_check.forget(step - 1)
-        self._report("stage", step=step, **self.stages.summary())
-        self.heartbeat.beat(step, "step", self.heartbeat.first_step_seconds)
+        self.context.report("stage", step=step, **self.stages.summary())
+        self.context.heartbeat.beat(step, "step", self.context.heartbeat.first_step_seconds)
 
     def resume(self) -> LoopState:
         """Restore the checkpoint of the resume point, if any, and return where the loop starts."""
         begin, name, before = self.resume_point, "started", None
-        self.heartbeat.beat(begin.step, "restore")
+        self.context.heartbeat.beat(begin.step, "restore")
         if begin.checkpoint is not None:
             name = "resumed"
             restored = self.checkpointer.restore(begin.checkpoint)
@@ -346,21 +337,21 @@ class Trainer:
         source = {"saved_step": begin.saved_step} if begin.in_memory else {}
         kernel = {}
         if self.composed.model.language is not None:
-            kernel["attention"] = attention_kernel_of(self.record.spec, self.record.plan.layout, self.device)
-        self._report(
+            kernel["attention"] = attention_kernel_of(self.context.spec, self.context.layout, self.context.device)
+        self.context.report(
             name,
             step=begin.step,
-            attempt=self.attempt,
+            attempt=self.context.attempt,
             lost_steps=begin.lost_steps,
             passed_over=begin.passed_over,
             **source,
             **kernel,
         )
         if before is not None and before != (now := self._images_of_statistics()):
-            self._report("batch-norm-images", step=begin.step, before=before, now=now)
+            self.context.report("batch-norm-images", step=begin.step, before=before, now=now)
         self.step_sync.schedule.begin_at(begin.saved_step)
         self.ledger.set_up_is_done()
-        due = self.record.spec.evaluates_after(begin.step) and not begin.evaluated
+        due = self.context.spec.evaluates_after(begin.step) and not begin.evaluated
         state = LoopState(begin.step, self._last_step, due, list(begin.validations))
         if begin.evaluated and self.validation.stops_early(state.validations):
             state.last_step = state.step
@@ -375,20 +366,20 @@ class Trainer:
         if self.reference is not None:
             with self.ledger.during("restore"):
                 ready = self._compute_reference(self.reference, step)
-        settings = self.record.spec.data.loader
+        settings = self.context.spec.data.loader
         readers = {**self.validation.readers, **self.validation.zero_shot_readers}
         by_round = {name: rounds_reader(reader.without_groups()) for name, reader in readers.items()}
         validation = {name: found for name, found in by_round.items() if found is not None}
         training = self.faults.reading(self.training.without_groups().batch)
         self.loader = Loader(
             BatchesAndRounds(training, validation) if validation else training,
-            self.device,
+            self.context.device,
             workers=self.readers,
             pin_memory=settings.pin_memory,
         )
         if ready and self.reference is not None and step == 0:
             batches = self.training.batch(self.guard.batch_number(1)).micro_batches()
-            self.reference.check([batch.to(self.device) for batch in batches])
+            self.reference.check([batch.to(self.context.device) for batch in batches])
         return ready
 
     def _compute_reference(self, reference: ReferencePass, step: int) -> bool:
@@ -398,7 +389,7 @@ class Trainer:
         if training is None:
             return False
         self.training = training
-        for name, reader in self.validation.readers.items() if self.record.spec.evaluation.every else ():
+        for name, reader in self.validation.readers.items() if self.context.spec.evaluation.every else ():
             assert isinstance(reader, BatchReader)
             validation = reference.with_reference(reader, "validation", step, name)
             if validation is None:
@@ -409,13 +400,13 @@ class Trainer:
     def _images_of_statistics(self) -> int | None:
         if self.composed.model.language is not None:
             return None
-        return images_of_statistics(self.composed.model, self.record.spec, self.record.plan.layout)
+        return images_of_statistics(self.composed.model, self.context.spec, self.context.layout)
 
     def save(self, step: int, *, wait: bool) -> None:
         """Start a checkpoint of the state after ``step`` steps; with ``wait``, return when it is committed."""
         self.step_sync.save_begins(step)
         with self.ledger.during("save"):
-            self.heartbeat.beat(step, "save")
+            self.context.heartbeat.beat(step, "save")
             self.checkpointer.save(step, self._client_state(step), wait=wait)
         self.ledger.write()
 
@@ -428,8 +419,8 @@ class Trainer:
 
     def _save_before_exit(self, step: int) -> dict[str, Any]:
         """Save and wait, unless the grace period is too short; return the details of a save that was left out."""
-        self.heartbeat.beat(step, "save")
-        grace = self.record.spec.cluster.grace_seconds
+        self.context.heartbeat.beat(step, "save")
+        grace = self.context.spec.cluster.grace_seconds
         left, needed = self.step_sync.seconds_to_save(step, grace)
         if left >= needed or self.checkpointer.committed_step == step:
             self.save(step, wait=True)
@@ -439,6 +430,3 @@ class Trainer:
             "saved_step": self.checkpointer.committed_step,
             "why": f"{left:.1f} s of cluster.grace_seconds = {grace:g} are left and a save takes {needed:.1f} s",
         }
-
-    def _report(self, name: str, **details: Any) -> None:
-        report_event(self.run, self.ranks.rank, name, **details)

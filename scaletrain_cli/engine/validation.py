@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.data.loader import Loader, Round, rounds_reader
 from scaletrain_cli.engine.data.splits import Reader, sequences_validated
 from scaletrain_cli.engine.evaluation.inference import SampleAnswers
@@ -23,12 +24,9 @@ from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.evaluations import is_lower_better
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.training import should_stop
-from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.loop_adapter import StepDecision
 
 if TYPE_CHECKING:  # which need Pillow
@@ -52,16 +50,13 @@ class ReadAhead(NamedTuple):
 class Validation:
     """The validation splits of one rank, and what measures the model on them. Only ``measure`` is collective."""
 
-    run: RunDir
-    record: RunRecord
-    device: torch.device
+    context: RankContext
     composed: Composed
     stepper: Stepper
     average: WeightAverage | None
     readers: dict[str, Reader]  # by source
     shares: dict[str, float]  # of the sources in the validation loss; the sum is 1
     step_sync: StepSync
-    heartbeat: Heartbeat
     answers: SampleAnswers | None = None  # None: no validation writes answers
     zero_shot: ZeroShot | None = None  # None: no images are classified by the texts of their classes
 
@@ -81,7 +76,7 @@ class Validation:
         shares = self.shares if len(self.readers) > 1 else {}
         whole = not self.composed.objective.masks_samples
         counts = {
-            name: sequences_validated(self.record, len(reader), shares.get(name), whole_rounds=whole)
+            name: sequences_validated(self.context.record, len(reader), shares.get(name), whole_rounds=whole)
             for name, reader in self.readers.items()
         }
         found = self._measured(step, counts, "validation_", ahead)
@@ -102,11 +97,11 @@ class Validation:
         """Return the answers to the first rows; None after a preemption signal."""
         found: list[dict[str, str]] = []
         self.composed.engine.eval()
-        for row in range(min(self.record.spec.evaluation.sample_answers, len(answers))):
+        for row in range(min(self.context.spec.evaluation.sample_answers, len(answers))):
             if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:
                 self.composed.engine.train()
                 return None
-            self.heartbeat.beat(step, "evaluation")
+            self.context.heartbeat.beat(step, "evaluation")
             answer = answers.answer(self.composed.engine, self.composed.objective, row)
             found += [] if answer is None else [answer]
         self.composed.engine.train()
@@ -133,7 +128,7 @@ class Validation:
         """Return the accuracy of zero-shot classification; None after a preemption signal."""
 
         def goes_on() -> bool:
-            self.heartbeat.beat(step, "evaluation")
+            self.context.heartbeat.beat(step, "evaluation")
             return self.step_sync.agree(step)[0] is not StepDecision.PREEMPT
 
         def pixels(batch: ImageMicroBatch) -> Tensor:
@@ -167,7 +162,7 @@ class Validation:
         if (by_round := rounds_reader(reader)) is None:
             yield from reader.in_order(count)
             return
-        most, size = ahead.batches, self.record.plan.layout.gradient_accumulation_steps
+        most, size = ahead.batches, self.context.layout.gradient_accumulation_steps
         rounds = [Round(source, number, count) for number in range(1, by_round.rounds(count) + 1)]
         for place, request in enumerate(rounds, 1):
             later = rounds[place : place + most * size]
@@ -176,26 +171,26 @@ class Validation:
 
     def _mean_loss(self, step: int, waiting: Iterator[Any]) -> float | None:
         """Return the mean loss over micro-batches, in nats; None after a preemption signal."""
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.context.device)
         rounds = 0
         # As many micro-batches at a time as a training step has, so that a pipeline is filled as well.
-        while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
+        while batches := list(itertools.islice(waiting, self.context.layout.gradient_accumulation_steps)):
             if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:
                 return None
-            self.heartbeat.beat(step, "evaluation")
+            self.context.heartbeat.beat(step, "evaluation")
             rounds += len(batches)
-            total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
+            total += len(batches) * self.stepper.validation_loss([batch.to(self.context.device) for batch in batches])
         exact = self.composed.objective.take_validation_loss()
         return (total / rounds).item() if exact is None else exact
 
     def stops_early(self, validations: Sequence[Mapping[str, float]]) -> bool:
         """Return True if ``training.early_stopping`` ends the training after these validations of the run."""
-        settings = self.record.spec.training.early_stopping
+        settings = self.context.spec.training.early_stopping
         return settings.patience > 0 and should_stop(self._lowered(validations, settings.metric), settings)
 
     def is_best(self, validations: Sequence[Mapping[str, float]]) -> bool:
         """Return True if the newest validation has the best value of ``checkpoint.keep_best``."""
-        metric = self.record.spec.checkpoint.keep_best
+        metric = self.context.spec.checkpoint.keep_best
         if metric is None or metric not in validations[-1]:
             return False
         *earlier, newest = self._lowered(validations, metric)
@@ -203,7 +198,7 @@ class Validation:
 
     def _lowered(self, validations: Sequence[Mapping[str, float]], metric: str) -> list[float]:
         """Return the values of a metric of all validations that have it, negated if the greatest is the best."""
-        sign = 1.0 if is_lower_better(self.run, metric) else -1.0
+        sign = 1.0 if is_lower_better(self.context.run, metric) else -1.0
         return [sign * value for value in values_of(metric, validations)]
 
 

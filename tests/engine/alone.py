@@ -1,8 +1,12 @@
-"""The consensus of a run with one rank, without torch's process groups."""
+"""The consensus of a run with one rank, without torch's process groups, and the context of such a rank."""
 
 from typing import Any
 
-from scaletrain_cli.engine.process_group import RankConsensus
+import torch
+
+from scaletrain_cli.engine.context import RankContext
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.worker.heartbeat import Heartbeat
 
 
 class Alone(RankConsensus):
@@ -22,3 +26,10 @@ class Alone(RankConsensus):
 
     def barrier(self) -> None:
         pass
+
+
+def context_of(run: Any, record: Any = None, ranks: Any = None, consensus: Any = None, heartbeat: Any = None) -> Any:
+    """Return the context of a rank in attempt 1 on a CPU; of parts that a test does not need, nothing."""
+    ranks, consensus = ranks or Ranks(0, 1, 0), consensus or Alone()
+    beats = heartbeat or Heartbeat(None)
+    return RankContext(run, record, ranks, 1, torch.device("cpu"), beats, consensus, consensus)

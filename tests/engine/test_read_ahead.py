@@ -18,6 +18,7 @@ from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.engine.validation import ReadAhead, Validation
 from scaletrain_cli.spec.sources import LoaderSpec
 from scaletrain_cli.worker.loop_adapter import StepDecision
+from tests.engine.alone import context_of
 from tests.engine.data.images.pictures import Pictures, layout, reader
 from tests.waiting import wait_until
 
@@ -39,11 +40,11 @@ def trainer_with(loader: Any, settings: LoaderSpec, *, steps: int = 20, accumula
     spec = SimpleNamespace(data=SimpleNamespace(loader=settings), total_steps=steps)
     plan = SimpleNamespace(layout=SimpleNamespace(gradient_accumulation_steps=accumulation))
     trainer: Any = object.__new__(Trainer)
-    trainer.record, trainer.loader = SimpleNamespace(spec=spec, plan=plan), loader
+    trainer.context, trainer.loader = context_of(None, SimpleNamespace(spec=spec, plan=plan)), loader
     trainer.readers = settings.workers if settings.workers != "auto" else 0
     trainer.guard = SimpleNamespace(batch_number=lambda step: step + 100)
     trainer.validation = object.__new__(Validation)
-    trainer.validation.record, trainer.validation.device = trainer.record, CPU
+    trainer.validation.context = trainer.context
     return trainer
 
 

@@ -28,8 +28,8 @@ from scaletrain_cli.engine.checkpoint.snapshot import (
     set_counters,
 )
 from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.faults import Faults
-from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
 from scaletrain_cli.engine.optim.clipping import AdaptiveClip
 from scaletrain_cli.engine.parallel.mesh import Mesh
@@ -51,7 +51,6 @@ from scaletrain_cli.rundir.checkpoints import (
     weight_files,
 )
 from scaletrain_cli.rundir.evaluations import steps_to_keep
-from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
@@ -111,33 +110,26 @@ class Checkpointer:
 
     def __init__(
         self,
-        run: RunDir,
-        spec: RunSpec,
+        context: RankContext,
         composed: Composed,
         mesh: Mesh,
-        ranks: Ranks,
-        consensus: RankConsensus,
         *,
-        attempt: int,
         faults: Faults,
         average: WeightAverage | None,
         local_sgd: LocalSGD | None = None,
         adaptive_clip: AdaptiveClip | None,
         base: BaseFiles | None = None,
         copies: MemoryCopies | None = None,
-        expected_seconds: float,
     ) -> None:
-        """``consensus``: with a timeout that is as long as a save may take.
+        """``base``: the files with the weights that checkpoints do not store.
 
-        ``base``: the files with the weights that checkpoints do not store. ``copies``: of the state in host memory.
-        ``expected_seconds``: the planned time of a save until it is committed, replaced by the measured one after the
-        first save.
+        ``copies``: of the state in host memory.
         """
-        self._run, self._spec, self._ranks, self._consensus = run, spec.checkpoint, ranks, consensus
-        self.folder = checkpoint_folder(run, spec)
+        self._context, self._ranks, self._consensus = context, context.ranks, context.long_consensus
+        self.folder = checkpoint_folder(context.run, context.spec)
         self._composed, self._mesh, self._base = composed, mesh, base
-        self._not_stored = base_names(spec)
-        self._average, self._attempt, self._adaptive_clip = average, attempt, adaptive_clip
+        self._not_stored = base_names(context.spec)
+        self._average, self._attempt, self._adaptive_clip = average, context.attempt, adaptive_clip
         self.copies = copies
         self._local_sgd = local_sgd
         self.engine_was_built()
@@ -150,7 +142,8 @@ class Checkpointer:
         self.committed_step: int | None = None
         # The last step at which the outputs of replicas were equal; None if they are not compared.
         self.compared_step: int | None = None
-        self.expected_seconds = expected_seconds
+        # Of a save until it is committed: planned, and after the first save measured.
+        self.expected_seconds = context.record.plan.durability.save_seconds
 
     def engine_was_built(self) -> None:
         """Save and restore the present engine from now on."""
@@ -337,9 +330,7 @@ class Checkpointer:
         checkpoint_commit.commit_checkpoint(
             self.folder, save.step, files, world_size=world_size, clean=False, attempt=self._attempt
         )
-        report_event(
-            self._run,
-            self._ranks.rank,
+        self._context.report(
             "checkpoint",
             step=save.step,
             attempt=self._attempt,
@@ -352,11 +343,12 @@ class Checkpointer:
 
     def _prune(self) -> None:
         """Delete checkpoints that retention does not keep, in rank 0's thread."""
-        also_kept = steps_to_keep(self._run, self._spec, self.folder)
+        kept = self._context.spec.checkpoint
+        also_kept = steps_to_keep(self._context.run, kept, self.folder)
         if (compared := self.compared_step) is not None:  # to resume from, if they differ the next time
             before = [each.step for each in list_checkpoints(self.folder) if each.step <= compared]
             also_kept |= {max(before, default=compared)}
-        for checkpoint in checkpoints_to_prune(self.folder, self._spec.keep, self._spec.keep_every, also_kept):
+        for checkpoint in checkpoints_to_prune(self.folder, kept.keep, kept.keep_every, also_kept):
             checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
 
     def _conclude(self, save: _Save) -> None:

@@ -27,14 +27,13 @@ from scaletrain_cli.engine.checkpoint.shard_file import (
     shard_parts,
     write_parts,
 )
-from scaletrain_cli.engine.metrics.reporting import report_event
-from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.engine.context import RankContext
+from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.plan.reliability.durability import MEMORY_COST, MEMORY_SHARE, without_partners
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import STATE_FILE, checkpoint_path
 from scaletrain_cli.rundir.journal import record_event
-from scaletrain_cli.rundir.paths import RunDir, copies_folder
-from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.paths import copies_folder
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.worker.memory_copies import (
     complete_copy,
@@ -55,29 +54,20 @@ class MemoryCopies:
     """The copies of one rank. Methods are called by all ranks at the same step boundary, unless stated otherwise."""
 
     def __init__(
-        self,
-        run: RunDir,
-        record: RunRecord,
-        ranks: Ranks,
-        consensus: RankConsensus,
-        resume_point: ResumePoint,
-        places: Sequence[str],
-        *,
-        attempt: int,
-        delay_seconds: float = 0.0,
+        self, context: RankContext, resume_point: ResumePoint, places: Sequence[str], delay_seconds: float
     ) -> None:
         """Remove the copies of earlier attempts, except the one that this attempt resumes from. Raises OSError.
 
         ``places``: that of each rank's copies.
         """
-        self._run, self._ranks, self._consensus, self._attempt = run, ranks, consensus, attempt
+        self._context, self._ranks, self._consensus = context, context.ranks, context.long_consensus
         self._key, self._delay_seconds = resume_point.copies_key, delay_seconds
-        self._auto = record.spec.checkpoint.in_memory == "auto"
-        self._groups = record.plan.layout.local_sgd_groups
-        self._every = record.plan.durability.memory_copy_steps
-        self.folder = copies_folder(run)
+        self._auto = context.spec.checkpoint.in_memory == "auto"
+        self._groups = context.layout.local_sgd_groups
+        self._every = context.record.plan.durability.memory_copy_steps
+        self.folder = copies_folder(context.run)
         self._lock = open_copies(self.folder)
-        self._is_first_of_place = places.index(places[ranks.rank]) == ranks.rank
+        self._is_first_of_place = places.index(places[self._ranks.rank]) == self._ranks.rank
         self._has_others = len(set(places)) > 1
         self._needs: tuple[int, ...] | None = None  # other ranks; None before the first copy
         self._transfers: Sequence[Transfer] = ()
@@ -123,7 +113,7 @@ class MemoryCopies:
             except OSError as error:
                 self._failed = True
                 why = Reason("engine.memory-copies-failed", {"error": str(error)})
-                report_off(self._run, self._attempt, why, rank=self._ranks.rank)
+                report_off(self._context, why, rank=self._ranks.rank)
 
     def begin(
         self,
@@ -149,10 +139,9 @@ class MemoryCopies:
         self._write = self._thread.submit(self._write_all, *work)
         if self._reports:
             self._reports -= 1
-            details = {"attempt": self._attempt, "every": self._every, "blocked_seconds": round(blocked_seconds, 4)}
-            if self._transfers:
-                details["nodes"] = 2
-            report_event(self._run, self._ranks.rank, EVENT, step=step, **details)
+            details = {"every": self._every, "blocked_seconds": round(blocked_seconds, 4)}
+            details |= {"nodes": 2} if self._transfers else {}
+            self._context.report(EVENT, step=step, attempt=self._context.attempt, **details)
 
     def _needed_ranks(self, header: ShardHeader, needed: list[Slice]) -> tuple[int, ...]:
         """Return the other ranks whose files this rank reads in a resume. Collective.
@@ -218,7 +207,7 @@ class MemoryCopies:
                 digests,
                 key=self._key,
                 world_size=self._ranks.world_size,
-                attempt=self._attempt,
+                attempt=self._context.attempt,
                 needs=needs,
             )
 
@@ -247,28 +236,19 @@ def _shared(saved: Mapping[str, Slice], part: Slice) -> int:
     return sum(shared.length for shared in overlaps(saved[part.name], part)) if part.name in saved else 0
 
 
-def report_off(run: RunDir, attempt: int, why: Reason, **details: int) -> None:
+def report_off(context: RankContext, why: Reason, **details: int) -> None:
     """Record why an attempt makes no copies, no further ones, or none on a second node."""
     logger.warning("checkpoint.in_memory: %s", why)
     with contextlib.suppress(OSError):  # training does not depend on them
-        record_event(run, OFF_EVENT, attempt=attempt, message=str(why), **why.to_document(), **details)
+        record_event(context.run, OFF_EVENT, attempt=context.attempt, message=str(why), **why.to_document(), **details)
 
 
-def open_memory_copies(
-    run: RunDir,
-    record: RunRecord,
-    ranks: Ranks,
-    consensus: RankConsensus,
-    resume_point: ResumePoint,
-    *,
-    attempt: int,
-    delay_seconds: float,
-) -> MemoryCopies | None:
+def open_memory_copies(context: RankContext, resume_point: ResumePoint, delay_seconds: float) -> MemoryCopies | None:
     """Return the copies of the run; None if it makes none, or a node has no room for them. Collective."""
-    planned = record.plan.durability
+    planned, ranks, consensus = context.record.plan.durability, context.ranks, context.long_consensus
     if planned.memory_copy_steps is None:
         return None
-    folder = copies_folder(run)
+    folder = copies_folder(context.run)
     places = consensus.follow_rank_zero(consensus.gather(place_of(folder)))
     assert places is not None
     on_partners, bytes_per_node = planned.memory_copies_on_partners, planned.memory_copy_bytes_per_node
@@ -285,13 +265,12 @@ def open_memory_copies(
     problem = lacks_room(bytes_per_node if transfers else alone)
     if problem is not None and transfers:
         if ranks.rank == 0:
-            report_off(run, attempt, Reason("engine.memory-copies-on-one-node", dict(problem.params)))
+            report_off(context, Reason("engine.memory-copies-on-one-node", dict(problem.params)))
         transfers, problem = [], lacks_room(alone)
     found: MemoryCopies | None = None
     if problem is None:
-        about = (run, record, ranks, consensus, resume_point, places)
         try:
-            found = MemoryCopies(*about, attempt=attempt, delay_seconds=delay_seconds)
+            found = MemoryCopies(context, resume_point, places, delay_seconds)
         except OSError as error:
             problem = Reason("engine.memory-copies-failed", {"error": str(error)})
         problem = first_problem(problem)
@@ -304,7 +283,7 @@ def open_memory_copies(
     if places.index(places[ranks.rank]) == ranks.rank:
         drop_copies(folder, before=math.inf)
     if ranks.rank == 0 and problem is not None:
-        report_off(run, attempt, problem)
+        report_off(context, problem)
     return None
 
 

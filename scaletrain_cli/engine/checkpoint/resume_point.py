@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from scaletrain_cli.engine.checkpoint.copy_transfer import needed_at, transfer_copies, transfers_to_resume
 from scaletrain_cli.engine.checkpoint.shard_file import shard_name
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.plan.reliability.durability import MEMORY_SHARE
@@ -80,34 +81,25 @@ class Search(NamedTuple):
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
-def find_resume_point(
-    run: RunDir,
-    folder: Path,
-    attempt: int,
-    spec: RunSpec,
-    ranks: Ranks,
-    consensus: RankConsensus,
-    *,
-    revision: int = 0,
-    copies: Path | None = None,
-) -> ResumePoint:
+def find_resume_point(context: RankContext, folder: Path, copies: Path | None = None) -> ResumePoint:
     """Verify the checkpoints in ``folder``, move corrupt ones aside, and return where to resume. Collective.
 
     A newer copy in host memory is used if the nodes have it whole together; ``copies``: the folder of this node's, None
-    to use none. Only copies of the same ``revision`` of the run count, since it last started from scratch.
+    to use none. Only copies of the same revision of the run count, since it last started from scratch.
     Raises UsageError if there should be a checkpoint and none is valid, or if the latest one has more steps than
-    ``spec``; UnreadableCheckpointsError if no node can read one, and WrongNodesError on a node that cannot read what
+    the spec; UnreadableCheckpointsError if no node can read one, and WrongNodesError on a node that cannot read what
     others can.
     """
+    run, spec, ranks, consensus = context.run, context.spec, context.ranks, context.long_consensus
     search = find_latest_valid(folder, ranks, consensus)
     copy, key, damaged = None, "", list[str]()
     if copies is not None:
         if ranks.rank == 0:
             starts = sum(event["event"] == "from-scratch" for event in read_events(run))
-            key = f"revision {revision}, start {starts}"
+            key = f"revision {context.record.revision}, start {starts}"
         key = consensus.follow_rank_zero(key)
         copy, damaged = _find_copy(copies, key, search.step, ranks, consensus)
-    begin = consensus.from_rank_zero(lambda: _resume_point(run, folder, attempt, spec, search, copy))
+    begin = consensus.from_rank_zero(lambda: _resume_point(run, folder, context.attempt, spec, search, copy))
     begin = replace(
         begin, checkpoint=copy or begin.checkpoint, passed_over=[*damaged, *begin.passed_over], copies_key=key
     )

@@ -9,19 +9,16 @@ from typing import Any
 
 from scaletrain_cli.data.stages import SkipRange, batch_number, merged_skip_ranges
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.health.guard import Guard
-from scaletrain_cli.engine.metrics.reporting import LedgerClock, MetricsLog, log_event, report_event
+from scaletrain_cli.engine.metrics.reporting import LedgerClock, MetricsLog, log_event
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
-from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import json_number
 from scaletrain_cli.rundir.evaluations import forget_newer
 from scaletrain_cli.rundir.journal import Rollback, record_rollback
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.worker.heartbeat import Heartbeat
 
 
 class NonFiniteGradientError(DoNotRequeueError):
@@ -43,15 +40,11 @@ class GuardActions:
     ``mixture_batches``: the batches at which the sources of the data get other shares.
     """
 
-    run: RunDir
-    record: RunRecord
-    ranks: Ranks
-    long_consensus: RankConsensus
+    context: RankContext
     checkpointer: Checkpointer
     guard: Guard
     rollbacks: list[Rollback]
     ledger: LedgerClock
-    heartbeat: Heartbeat
     stages: StageSwitch
     mixture_batches: tuple[int, ...] = ()
 
@@ -64,7 +57,7 @@ class GuardActions:
     @property
     def skipped(self) -> tuple[SkipRange, ...]:
         """Ranges of batches that are skipped: by the spec, and by rollbacks."""
-        return merged_skip_ranges([*self.record.spec.data.skip, *(rollback.skip for rollback in self.rollbacks)])
+        return merged_skip_ranges([*self.context.spec.data.skip, *(rollback.skip for rollback in self.rollbacks)])
 
     def batch_number(self, step: int) -> int:
         return batch_number(step, self.skipped)
@@ -75,7 +68,7 @@ class GuardActions:
         That is ``trained``, or the step of the checkpoint that the run was rolled back to. Raises
         NonFiniteGradientError and SpikeError.
         """
-        spec = self.record.spec
+        spec = self.context.spec
         for step, seconds, measured in measures:
             tokens = measured.pop("tokens", None)
             units = spec.training.global_batch_size * spec.units_per_sample
@@ -94,7 +87,7 @@ class GuardActions:
                 self.guard.expect_new_level()
             status, findings = self.guard.observe(step, measured)
             for finding in findings:
-                self._record(finding.event, step=step, **finding.evidence)
+                self.context.report(finding.event, step=step, **finding.evidence)
             if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
                 # a source without a label in this batch has no loss; the noise scale takes many steps to be known
                 may_lack = [key for key in measured if "/" in key or key == "noise_scale"]
@@ -108,7 +101,7 @@ class GuardActions:
 
     def _after_spike(self, step: int, trained: int, metrics: MetricsLog) -> int | None:
         """Return the step that the run was rolled back to; None if training continues."""
-        spike, evidence = self.record.spec.guard.spike, self.guard.evidence()
+        spike, evidence = self.context.spec.guard.spike, self.guard.evidence()
         then = "training continues: guard.spike.action is warn"
         if spike.action == "rollback":
             with self.ledger.during("rollback"):
@@ -116,18 +109,18 @@ class GuardActions:
             if back is not None:
                 return back
             then = "training continues: no checkpoint is known to be clean yet"
-        self._record("spike", step=step, then=then, **evidence)
+        self.context.report("spike", step=step, then=then, **evidence)
         return None
 
     def _after_non_finite(self, step: int, trained: int, loss: float, norm: float, metrics: MetricsLog) -> int:
         """Return the step that the run was rolled back to, at the first value that is not finite."""
         evidence = {"loss": json_number(loss), "grad_norm": json_number(norm), **self.guard.evidence()}
-        if self.record.spec.guard.nan == "rollback":
+        if self.context.spec.guard.nan == "rollback":
             with self.ledger.during("rollback"):
                 back = self._roll_back(step, trained, 1, "nan", evidence, metrics)
             if back is not None:
                 return back
-        self.heartbeat.beat(trained, "save")
+        self.context.heartbeat.beat(trained, "save")
         self.checkpointer.finish()  # an earlier save in flight is valid
         params = {"step": step, "batch": self.batch_number(step)}
         params |= {name: evidence[name] for name in ("loss", "grad_norm")}
@@ -142,11 +135,11 @@ class GuardActions:
         recorded after newer checkpoints are deleted and before a step is trained, so that after a kill in between
         either the decision is made again or the rollback is complete.
         """
-        self.heartbeat.beat(trained, "rollback")
+        self.context.heartbeat.beat(trained, "rollback")
         self.checkpointer.finish()
         if (target := self.checkpointer.latest_clean()) is None:
             return None
-        allowed = self.record.spec.guard.spike.retries
+        allowed = self.context.spec.guard.spike.retries
         retry = 1 + sum(rollback.to_step == target.step for rollback in self.rollbacks)
         if retry > allowed:
             nan = cause == "nan"
@@ -160,13 +153,13 @@ class GuardActions:
         skip = self.batch_number(from_batch), self.batch_number(trained)
         rollback = Rollback(from_step=trained, to_step=target.step, skip=skip)
         self.checkpointer.forget_copies(target.step)
-        if self.ranks.rank == 0:
+        if self.context.rank == 0:
             self.checkpointer.delete_newer(target.step)
-            forget_newer(self.run, target.step)
+            forget_newer(self.context.run, target.step)
             metrics.flush()  # the event records where these lines end in the file
-            record_rollback(self.run, rollback, cause=cause, retry=retry, retries=allowed, **evidence)
+            record_rollback(self.context.run, rollback, cause=cause, retry=retry, retries=allowed, **evidence)
             log_event("rolled-back", **vars(rollback), cause=cause, retry=retry, **evidence)
-        self.long_consensus.barrier()
+        self.context.long_consensus.barrier()
         self.rollbacks.append(rollback)
         self.stages.prepare_restore(target.step)
         self.guard.load_state_dict(self.checkpointer.restore(target)["guard"])
@@ -174,12 +167,10 @@ class GuardActions:
 
     def _report_first_loss(self, loss: float) -> None:
         """Report whether the first loss of a new model is near that of a uniform guess, ln(vocab_size)."""
-        spec = self.record.spec
+        spec = self.context.spec
         of_tokens = spec.training.objective in ("causal_lm", "sft")
         if not of_tokens or not spec.is_from_scratch:
             return  # not a loss of tokens, or not a new model
         expected = math.log(spec.language_model.vocab_size)
-        self._record("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
-
-    def _record(self, name: str, **details: Any) -> None:
-        report_event(self.run, self.ranks.rank, name, **details)
+        plausible = abs(loss - expected) < 0.1 * expected
+        self.context.report("first-loss", loss=loss, ln_vocab_size=expected, plausible=plausible)

@@ -24,21 +24,18 @@ from torch import Tensor
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.faults import STATE_PARTS
-from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.metrics.step_measures import fetched_later
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
 from scaletrain_cli.engine.parallel.mesh import coordinates_of
-from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.evaluations import forget_newer
 from scaletrain_cli.rundir.journal import CORRUPTION_EVENT
-from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
-from scaletrain_cli.worker.heartbeat import Heartbeat
 
 _COST = 0.003  # of the time of a step, which the sums of ``auto`` may take; the whole check may take 0.5 %
 _CALIBRATED_IN = 3  # the step of an attempt whose time is compared with that of a check
@@ -119,15 +116,9 @@ class StateCheck:
     which are compared at the first check from each multiple of ``repeat_every`` steps on; 0: never.
     """
 
-    run: RunDir
-    ranks: Ranks
-    attempt: int
-    layout: Layout
+    context: RankContext
     composed: Composed
     checkpointer: Checkpointer
-    consensus: RankConsensus
-    heartbeat: Heartbeat
-    device: torch.device
     every: int | None
     most_steps: int
     checked_step: int
@@ -144,13 +135,13 @@ class StateCheck:
     _cost_seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        ranks = range(self.ranks.world_size)
+        ranks = range(self.context.ranks.world_size)
         parts = (*STATE_PARTS, _OUTPUTS) if self.repeat_every else STATE_PARTS
-        self._groups = [[_replica_key(self.layout, rank, part) for rank in ranks] for part in parts]
+        self._groups = [[_replica_key(self.context.layout, rank, part) for rank in ranks] for part in parts]
         # Of each part that ranks have replicas of: the number of their groups, and the place of this rank's group.
         names = [sorted(set(groups)) for groups in self._groups]
         self._places = {
-            part: (len(found), found.index(self._groups[part][self.ranks.rank]))
+            part: (len(found), found.index(self._groups[part][self.context.rank]))
             for part, found in enumerate(names)
             if len(found) < len(ranks)
         }
@@ -177,7 +168,7 @@ class StateCheck:
         self._steps, self._next_step = self._steps + 1, step + 1
         if self.every is None and self._steps == _CALIBRATED_IN:
             share = self._cost_seconds / max(self._now() - self._began - self._cost_seconds / 2, 1e-9)
-            share = -self.consensus.least(-share)  # the same on every rank
+            share = -self.context.consensus.least(-share)  # the same on every rank
             self.every = max(1, min(self.most_steps, int(share / _COST) + 1))
         every, changed = self.every or 1, self._changed
         self._after = self._changed = None
@@ -199,7 +190,7 @@ class StateCheck:
 
     def for_consensus(self, step: int) -> list[int]:
         """Return what ``compare`` gets back as the largest values of all ranks; on a GPU those of the step before."""
-        last = step - (self.device.type == "cuda")
+        last = step - (self.context.device.type == "cuda")
         self._compared = self._checked.popleft() if self._checked and self._checked[0].step <= last else None
         if self._compared is None:
             return []
@@ -220,21 +211,21 @@ class StateCheck:
             if self._compared.repeated:
                 self.checkpointer.compared_step = self._compared.step
             return
-        found = self.consensus.gather([_in_62_bits(value) for value in self._compared.fetch()])
+        found = self.context.consensus.gather([_in_62_bits(value) for value in self._compared.fetch()])
         step = self._compared.step
-        reason, named = self.consensus.from_rank_zero(lambda: self._blamed(step, found or ()))
-        self.heartbeat.beat(step, "save")
+        reason, named = self.context.consensus.from_rank_zero(lambda: self._blamed(step, found or ()))
+        self.context.heartbeat.beat(step, "save")
         self.checkpointer.finish()
         self.checkpointer.forget_copies(self.clean_step)
-        if self.ranks.rank == 0:
-            set_aside_newer(self.checkpointer.folder, self.clean_step, self.attempt)
-            forget_newer(self.run, self.clean_step)
-        details = {"attempt": self.attempt, "clean_step": self.clean_step, "ranks": named, "message": str(reason)}
-        report_event(self.run, self.ranks.rank, CORRUPTION_EVENT, step=step, **details, **reason.to_document())
-        self.consensus.barrier()
+        if self.context.rank == 0:
+            set_aside_newer(self.checkpointer.folder, self.clean_step, self.context.attempt)
+            forget_newer(self.context.run, self.clean_step)
+        details = {"clean_step": self.clean_step, "ranks": named, "message": str(reason), **reason.to_document()}
+        self.context.report(CORRUPTION_EVENT, step=step, attempt=self.context.attempt, **details)
+        self.context.consensus.barrier()
         if len(named) != 1:
             raise StateCorruptedError(reason, "crash")
-        raise StateCorruptedError(reason, "hardware" if named == [self.ranks.rank] else "communication")
+        raise StateCorruptedError(reason, "hardware" if named == [self.context.rank] else "communication")
 
     def _blamed(self, step: int, found: Sequence[Sequence[int]]) -> tuple[Reason, list[int]]:
         """Return why the state of some ranks is corrupt, and these ranks; ``found``: sums and changes of every rank.
@@ -264,8 +255,8 @@ class StateCheck:
                 minority = [rank for rank in replicas if found[rank][part] != usual]
                 differing.update(minority if others and 2 * times > len(replicas) else replicas if others else ())
         if code == "output":
-            axis = "expert_replica" if self.layout.expert_parallel > 1 else "data"
-            places = [coordinates_of(self.layout, rank)[axis] for rank in range(len(found))]
+            axis = "expert_replica" if self.context.layout.expert_parallel > 1 else "data"
+            places = [coordinates_of(self.context.layout, rank)[axis] for rank in range(len(found))]
             differing = {rank for rank, place in enumerate(places) if place in {places[one] for one in differing}}
         named = sorted(differing)
         code = f"engine.{code}-differs" if len(named) == 1 else f"engine.{code}s-differ"
@@ -274,25 +265,26 @@ class StateCheck:
     def _sum_of_outputs(self, step: int, repeats: bool) -> Tensor:
         """Return the sum of the outputs, int64 [1]; 0 in a step that repeats no micro-batch."""
         if not repeats:
-            return torch.zeros(1, dtype=torch.int64, device=self.device)
+            return torch.zeros(1, dtype=torch.int64, device=self.context.device)
         self._repeated = step
-        self.heartbeat.beat(step, "evaluation", self.heartbeat.longest_seconds)  # compiled models are compiled again
+        heartbeat = self.context.heartbeat
+        heartbeat.beat(step, "evaluation", heartbeat.longest_seconds)  # compiled models are compiled again
         was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of an operation that has no deterministic form
             torch.use_deterministic_algorithms(True, warn_only=True)
             try:
-                return bit_sum(self.outputs(step), self.device).reshape(1)
+                return bit_sum(self.outputs(step), self.context.device).reshape(1)
             finally:
                 torch.use_deterministic_algorithms(was, warn_only=warns)
 
     def _sums(self) -> Tensor:
         """Return the sums of the parts, int64 [parts]."""
-        return torch.stack([bit_sum(part, self.device) for part in held_tensors(self.composed)])
+        return torch.stack([bit_sum(part, self.context.device) for part in held_tensors(self.composed)])
 
     def _now(self) -> float:
-        if self.every is None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.every is None and self.context.device.type == "cuda":
+            torch.cuda.synchronize(self.context.device)
         return time.perf_counter()
 
 

@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
 from torch import nn
 
-from scaletrain_cli.engine.metrics.reporting import report_event
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.metrics.step_measures import Clock, clock_of
-from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.rundir.paths import RunDir
 
 WINDOW_STEPS = 20
 _FEWEST_STEPS = 5
@@ -66,10 +63,7 @@ class StragglerConfirmation:
 class Stragglers:
     """Measures one rank's own work and compares it. ``begin`` is collective at the end of a window."""
 
-    run: RunDir
-    rank: int
-    consensus: RankConsensus
-    device: torch.device
+    context: RankContext
     own_seconds: Callable[[], float] | None = field(default=None, init=False)  # of the present step, once it is known
     _clock: Clock = field(init=False)
     _running: bool = field(default=False, init=False)
@@ -79,7 +73,7 @@ class Stragglers:
     _confirmation: StragglerConfirmation = field(default_factory=StragglerConfirmation, init=False)
 
     def __post_init__(self) -> None:
-        self._clock = clock_of(self.device)
+        self._clock = clock_of(self.context.device)
 
     def watch(self, engine: nn.Module, layout: Layout) -> None:
         """Stop the clock where a rank's own work ends: ZeRO-3 and sharded layers wait inside the forward pass.
@@ -116,7 +110,7 @@ class Stragglers:
 
     def _compare(self, step: int, step_seconds: float) -> None:
         own = median(seconds() for seconds in self._seconds) if self._seconds else 0.0
-        found = slowest(self.consensus.share(own), step_seconds)
+        found = slowest(self.context.consensus.share(own), step_seconds)
         if self._confirmation.changed(found):
             details = {"rank": None} if found is None else vars(found)
-            report_event(self.run, self.rank, "stragglers", step=step, **details)
+            self.context.report("stragglers", step=step, **details)

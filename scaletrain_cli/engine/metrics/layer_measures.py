@@ -21,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
 from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.metrics.step_measures import fetched_later
 from scaletrain_cli.engine.model.base import CausalLM, TrainedModel
 from scaletrain_cli.engine.model.materialization import matrices_of
 from scaletrain_cli.engine.model.rope import on_device
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.spec import RunSpec
 
 FIRST_STEP = 10  # of an attempt; the first steps compile, allocate and fill caches
@@ -285,21 +285,11 @@ class LayerMeasures:
     from what a measurement takes: at most 0.1 % of the time, or 1000 steps.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        composed: Composed,
-        mesh: Mesh,
-        consensus: RankConsensus,
-        device: torch.device,
-        *,
-        compiled: bool,
-        first_step: int,
-    ) -> None:
-        """``first_step``: the first one that this attempt trains. ``compiled``: the blocks are."""
-        self._composed, self._mesh, self._consensus = composed, mesh, consensus
-        self._device, self._compiled = device, compiled
-        self._lag = 2 if device.type == "cuda" else 0  # in steps: by then the device is past the measured one
+    def __init__(self, context: RankContext, composed: Composed, mesh: Mesh, first_step: int) -> None:
+        """``first_step``: the first one that this attempt trains."""
+        self._composed, self._mesh, self._consensus = composed, mesh, context.consensus
+        self._device, self._compiled, spec = context.device, context.layout.compile, context.spec
+        self._lag = 2 if self._device.type == "cuda" else 0  # in steps: by then the device is past the measured one
         self._every = spec.telemetry.layers_every
         self._due = first_step + FIRST_STEP - 1
         self.interval = _LEAST_STEPS  # of ``auto``, after the latest measurement

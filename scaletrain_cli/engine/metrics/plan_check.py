@@ -8,16 +8,15 @@ from typing import Any
 import torch
 
 from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.metrics.memory_measurement import (
     forget_peak_memory,
     watching_activations,
     watching_model_states,
 )
 from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations
-from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import engine_states
@@ -29,8 +28,6 @@ from scaletrain_cli.plan.vision.llava import saved_llava_bytes
 from scaletrain_cli.plan.vision.memory import saved_vision_bytes
 from scaletrain_cli.plan.vision.states import vision_states
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
 
 _MODEL_STATES_AND_HOST = ("parameters", "gradients", "optimizer_states", "host")
@@ -40,14 +37,10 @@ _MODEL_STATES_AND_HOST = ("parameters", "gradients", "optimizer_states", "host")
 class PlanCheck:
     """One rank's part in the measurement of its attempt."""
 
-    run: RunDir
-    record: RunRecord
-    attempt: int
+    context: RankContext
     composed: Composed
     kept_beside: WeightAverage | LocalSGD | None  # weights beside the optimizer's
     mesh: Mesh
-    consensus: RankConsensus
-    device: torch.device
     _done: bool = field(default=False, init=False)
     _updates: int | None = field(default=None, init=False)  # updates of the weights before this attempt's first step
 
@@ -64,35 +57,35 @@ class PlanCheck:
         if self._done or updates == self._updates:
             yield
             return
-        on_gpu = self.device.type == "cuda"
+        on_gpu = self.context.device.type == "cuda"
         if on_gpu:
-            forget_peak_memory(self.device)
+            forget_peak_memory(self.context.device)
         with watching_model_states(self.composed.engine) as states, watching_activations(self.composed.model) as saved:
             yield
-        forget_allocations(self.device)
+        forget_allocations(self.context.device)
         if states.bytes is None:  # no rank has updated anything: the gradient is not finite
             return
         self._done = True
         held = {name: getattr(states.bytes, name) for name in _MODEL_STATES_AND_HOST}
         if self.kept_beside is not None:
-            offloaded = self.record.plan.layout.offload != "none"
+            offloaded = self.context.layout.offload != "none"
             held["host" if offloaded else "optimizer_states"] += self.kept_beside.bytes
         if saved.bytes is not None:
             held["activations"] = saved.bytes
         if on_gpu:
-            held["allocated"] = torch.cuda.max_memory_allocated(self.device)
-            held["reserved"] = torch.cuda.max_memory_reserved(self.device)
-        gathered = self.consensus.gather((self.mesh.pipeline.rank, held))
+            held["allocated"] = torch.cuda.max_memory_allocated(self.context.device)
+            held["reserved"] = torch.cuda.max_memory_reserved(self.context.device)
+        gathered = self.context.consensus.gather((self.mesh.pipeline.rank, held))
         if gathered is not None:
             self._store(step, gathered)
 
     def _store(self, step: int, gathered: list[tuple[int, dict[str, int]]]) -> None:
-        planned = self.record.plan.memory.by_stage
+        planned = self.context.record.plan.memory.by_stage
         measured = Measured(
-            attempt=self.attempt,
+            attempt=self.context.attempt,
             step=step,
             ranks=len(gathered),
-            device=self.device.type,
+            device=self.context.device.type,
             worst=max(range(len(planned)), key=lambda stage: planned[stage].peak),
             stages=tuple(
                 self._figures(step, stage, [held for at, held in gathered if at == stage])
@@ -101,13 +94,13 @@ class PlanCheck:
         )
         states = measured.model_states
         with contextlib.suppress(OSError):  # a full disk loses the figures and does not stop the run
-            write_measured(self.run, measured)
+            write_measured(self.context.run, measured)
         sizes = {"model_states": states.measured, "planned": states.planned}
-        report_event(self.run, 0, "measured", step=step, attempt=self.attempt, **sizes)
+        self.context.report("measured", step=step, attempt=self.context.attempt, **sizes)
 
     def _figures(self, step: int, stage: int, ranks: list[dict[str, int]]) -> StageFigures:
         planned = _planned(
-            self.record.spec, self.record.plan.layout, step, stage, self.record.plan.memory.by_stage[stage]
+            self.context.spec, self.context.layout, step, stage, self.context.record.plan.memory.by_stage[stage]
         )
         worst = {name: max(held[name] for held in ranks) for name in ranks[0]}
         return StageFigures(

@@ -21,15 +21,14 @@ import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
 
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations, remember_allocations, write_memory_snapshot
-from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.metrics.trace_events import END
-from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
-from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.profiles import (
     PLANNED,
     Profile,
@@ -40,9 +39,7 @@ from scaletrain_cli.rundir.profiles import (
     write_profile,
     write_summary,
 )
-from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import make_folder
-from scaletrain_cli.worker.heartbeat import Heartbeat
 
 _CHECK_SECONDS = 1.0  # between two looks for a request
 # To wait at the end for the processes that summarize traces; after a preemption only a grace period is left.
@@ -64,19 +61,13 @@ class StepProfiler:
 
     def __init__(
         self,
-        run: RunDir,
-        record: RunRecord,
-        ranks: Ranks,
-        attempt: int,
-        device: torch.device,
-        heartbeat: Heartbeat,
+        context: RankContext,
         *,
         preempted: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``preempted``: whether a signal has asked this rank to end."""
-        self._run, self._record, self._ranks, self._attempt = run, record, ranks, attempt
-        self._device, self._heartbeat, self._clock = device, heartbeat, clock
+        self._context, self._clock = context, clock
         self._preempted, self._ends_soon = preempted, False
         self._looked = float("-inf")
         self._profile: Profile | None = None  # scheduled or being recorded
@@ -87,11 +78,11 @@ class StepProfiler:
 
     def is_requested(self) -> bool:
         """Return True on rank 0 if a request waits. Looks at most once a second, and not while one is served."""
-        if self._ranks.rank != 0 or self._profile is not None or self._clock() - self._looked < _CHECK_SECONDS:
+        if self._context.rank != 0 or self._profile is not None or self._clock() - self._looked < _CHECK_SECONDS:
             return False
         self._looked = self._clock()
         try:
-            os.stat(self._run.profile_file)
+            os.stat(self._context.run.profile_file)
         except OSError:
             return False
         return True
@@ -101,33 +92,33 @@ class StepProfiler:
         request = consensus.from_rank_zero(lambda: self._take(step))
         if request is None:
             return
-        time_of_plan = self._record.plan.time
+        time_of_plan = self._context.record.plan.time
         self._request = request
         self._profile = Profile(
             request=request.id,
-            attempt=self._attempt,
+            attempt=self._context.attempt,
             state="scheduled",
             first_step=request.step or step + 2,  # the next step warms up
             steps=request.steps,
             ranks=list(request.ranks),
-            device=self._device.type,
+            device=self._context.device.type,
             planned={name: getattr(time_of_plan, name) for name in PLANNED} | {"step": time_of_plan.step},
         )
-        if self._ranks.rank == 0:
+        if self._context.rank == 0:
             self._write("scheduled")
 
     @property
     def allowed_seconds(self) -> float | None:
         """Return the limit of the next step in seconds, if the profile makes it slow; None: the usual limit."""
-        return None if self._trained is None else self._heartbeat.first_step_seconds
+        return None if self._trained is None else self._context.heartbeat.first_step_seconds
 
     def before_step(self, step: int) -> None:
         """Start the profiler before its warm-up step."""
         if self._profile is None or self._trained is not None or step < self._profile.first_step - 1:
             return
         self._trained = 0
-        if self._ranks.rank in self._profile.ranks:
-            self._recorder = _Recorder(self._device, self._request)
+        if self._context.rank in self._profile.ranks:
+            self._recorder = _Recorder(self._context.device, self._request)
             self._recorder.start()
 
     def after_step(self, step: int) -> None:
@@ -139,14 +130,15 @@ class StepProfiler:
             if self._recorder is not None:
                 self._recorder.next_step()
             return
-        self._heartbeat.beat(step, "profile")
+        self._context.heartbeat.beat(step, "profile")
         if self._recorder is not None:
             self._finish(self._recorder)
-        if self._ranks.rank == 0:
+        if self._context.rank == 0:
             self._write("recorded")
-            details = {"steps": self._profile.steps, "ranks": list(self._profile.ranks)}
+            found = self._profile
+            details = {"attempt": self._context.attempt, "steps": found.steps, "ranks": list(found.ranks)}
             with contextlib.suppress(OSError):
-                report_event(self._run, 0, "profiled", step=self._profile.first_step, attempt=self._attempt, **details)
+                self._context.report("profiled", step=found.first_step, **details)
         self._profile = self._recorder = self._trained = None
 
     def end_soon(self) -> None:
@@ -157,7 +149,7 @@ class StepProfiler:
         """At the end of an attempt, report a profile that was not reached; wait for summaries, for a limited time."""
         if self._recorder is not None:
             self._recorder.stop()
-        if self._profile is not None and self._ranks.rank == 0:
+        if self._profile is not None and self._context.rank == 0:
             self._write("not-reached")
         self._profile = self._recorder = self._trained = None
         deadline = time.monotonic() + _SUMMARY_SECONDS
@@ -177,11 +169,11 @@ class StepProfiler:
         """Remove the request file, and return the request; None if it cannot be served, which is reported."""
         request, refusal = None, None
         try:
-            request = read_request(self._run)
+            request = read_request(self._context.run)
         except (OSError, ValueError) as error:
             refusal = Reason("engine.profile-request-invalid", {"message": str(error)})
         try:
-            self._run.profile_file.unlink(missing_ok=True)
+            self._context.run.profile_file.unlink(missing_ok=True)
         except OSError:  # a folder, or a run directory that is read-only: this attempt looks no more
             self._looked = float("inf")
         if request is None and refusal is None:
@@ -192,18 +184,18 @@ class StepProfiler:
             return request
         details = {"request": "" if request is None else request.id, "message": str(refusal), **refusal.to_document()}
         with contextlib.suppress(OSError):
-            report_event(self._run, 0, "profile-refused", step=step, **details)
+            self._context.report("profile-refused", step=step, **details)
         return None
 
     def _refusal(self, request: ProfileRequest, step: int) -> Reason | None:
-        first, total = request.step or step + 2, self._record.spec.total_steps
+        first, total = request.step or step + 2, self._context.spec.total_steps
         if first < step + 2:
             return Reason("engine.profile-step-passed", {"step": first, "next": step + 1, "earliest": step + 2})
         if first + request.steps - 1 > total:
             return Reason("engine.profile-beyond-end", {"last": first + request.steps - 1, "total": total})
-        if (highest := max(request.ranks)) >= self._ranks.world_size:
-            return Reason("engine.profile-unknown-rank", {"rank": highest, "ranks": self._ranks.world_size})
-        if request.nvtx and self._device.type != "cuda":
+        if (highest := max(request.ranks)) >= self._context.ranks.world_size:
+            return Reason("engine.profile-unknown-rank", {"rank": highest, "ranks": self._context.ranks.world_size})
+        if request.nvtx and self._context.device.type != "cuda":
             return Reason("engine.profile-nvtx-on-cpu")
         return None
 
@@ -212,20 +204,21 @@ class StepProfiler:
         assert self._profile is not None
         self._profile = dataclasses.replace(self._profile, state=state)
         with contextlib.suppress(OSError, ScaletrainError, LookupError, ValueError, TypeError):  # or files are damaged
-            folder = profile_folder(self._run, self._attempt, self._profile.first_step)
+            folder = profile_folder(self._context.run, self._context.attempt, self._profile.first_step)
             write_profile(folder, self._profile)
             write_summary(folder)
 
     def _finish(self, recorder: "_Recorder") -> None:
         """Stop the profiler, and start the process that summarizes its trace."""
         assert self._profile is not None
-        folder, rank = profile_folder(self._run, self._attempt, self._profile.first_step), self._ranks.rank
+        folder = profile_folder(self._context.run, self._context.attempt, self._profile.first_step)
+        rank = self._context.rank
         raw: Path | None = None
         try:
             make_folder(folder)
             raw = recorder.save(rank_file(folder, rank, ".memory.pickle"))
             if raw is not None:
-                layout = "pipelined" if self._record.plan.layout.pipeline_parallel > 1 else "whole"
+                layout = "pipelined" if self._context.layout.pipeline_parallel > 1 else "whole"
                 words = (str(raw), str(folder), str(rank), layout)
                 process = subprocess.Popen(
                     python_command("scaletrain_cli.engine.metrics.trace", *words),
@@ -246,10 +239,10 @@ class StepProfiler:
         """Write the figures of this rank for a profile without a trace. Never raises."""
         figures: dict[str, Any] = {"host": socket.gethostname(), "nvtx": self._request.nvtx}
         if error is not None:
-            logger.warning("the profile of rank %d failed: %s", self._ranks.rank, error)
+            logger.warning("the profile of rank %d failed: %s", self._context.rank, error)
             figures["error"] = error[:500]
         with contextlib.suppress(OSError, ScaletrainError, LookupError, ValueError, TypeError):
-            write_document(rank_file(folder, self._ranks.rank), figures)
+            write_document(rank_file(folder, self._context.rank), figures)
             write_summary(folder)
 
 

@@ -9,20 +9,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.layer_measures import LayerMeasures, MeasuredLayers
 from scaletrain_cli.engine.metrics.memory_measurement import MemorySampler
 from scaletrain_cli.engine.metrics.noise_scale import NoiseScale, NoiseSteps
 from scaletrain_cli.engine.metrics.step_measures import CollectiveWaits, StepSplit
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.engine.step import Stepper
-from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.telemetry.run import layers_file
 from scaletrain_cli.telemetry.series import SeriesWriter
 from scaletrain_cli.worker.telemetry import RankTelemetry
@@ -71,23 +68,17 @@ class RankMeasures:
 
     def __init__(
         self,
-        run: RunDir,
-        record: RunRecord,
-        attempt: int,
-        rank: int,
+        context: RankContext,
         composed: Composed,
         stepper: Stepper,
         stragglers: Stragglers,
         mesh: Mesh,
-        consensus: RankConsensus,
-        device: torch.device,
         *,
         first_step: int,
         sender: RankTelemetry | None = None,
     ) -> None:
         """``first_step``: the first one that this attempt trains. ``sender``: default, to the agent of this process."""
-        spec, layout = record.spec, record.plan.layout
-        settings = spec.telemetry
+        layout, device, settings = context.layout, context.device, context.spec.telemetry
         self._enabled = settings.enabled
         self._stepper, self._stragglers = stepper, stragglers
         self._waits = CollectiveWaits() if self._enabled and device.type == "cpu" else None
@@ -98,11 +89,11 @@ class RankMeasures:
         self._split, self._split_began = StepSplit(device, self._waits), -math.inf
         self._memory = MemorySampler(device, settings.interval / 2)  # so that each row that is sent has a value
         noise = NoiseScale.of(layout, composed.objective, device) if settings.noise_scale else None
-        self._noise_steps = NoiseSteps(noise, consensus) if noise is not None else None
+        self._noise_steps = NoiseSteps(noise, context.consensus) if noise is not None else None
         stepper.noise_scale = noise
-        compiled = layout.compile
-        self._layers = LayerMeasures(spec, composed, mesh, consensus, device, compiled=compiled, first_step=first_step)
-        self._file = LayersFile(layers_file(run, attempt)) if rank == 0 else None
+        self._layers = LayerMeasures(context, composed, mesh, first_step)
+        is_first = context.rank == 0
+        self._file = LayersFile(layers_file(context.run, context.attempt)) if is_first else None
 
     def __enter__(self) -> "RankMeasures":
         if self._waits is not None:

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from scaletrain_cli.engine.metrics.reporting import report_event
-from scaletrain_cli.engine.process_group import RankConsensus
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.engine.context import RankContext
 
 
 class StepMeasures(NamedTuple):
@@ -147,9 +145,7 @@ class DataWaits:
     Reported again only after a window with less. The first wait of an attempt does not count: nothing was read ahead.
     """
 
-    run: RunDir
-    rank: int
-    consensus: RankConsensus
+    context: RankContext
     clock: Callable[[], float] = time.perf_counter
     _since: float | None = field(default=None, init=False)
     _waited: float = field(default=0.0, init=False)
@@ -168,12 +164,12 @@ class DataWaits:
             self._since, self._waited, self._steps = now, 0.0, 0
 
     def _compare(self, step: int, share: float, workers: int, prefetch: int) -> None:
-        shares = self.consensus.share(share)
+        shares = self.context.consensus.share(share)
         most = max(range(len(shares)), key=shares.__getitem__)
         high = shares[most] > LARGEST_SHARE
         if high and not self._reported:
             details = {"share": round(shares[most], 4), "steps": self._steps, "workers": workers, "prefetch": prefetch}
-            report_event(self.run, self.rank, "data-wait", step=step, rank=most, **details)
+            self.context.report("data-wait", step=step, rank=most, **details)
         self._reported = high
 
 

@@ -20,14 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
 from scaletrain_cli.engine.data.rows import JoinedRows, RowSequences
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import expand_home, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 
@@ -122,12 +121,9 @@ class ReferencePass:
     ``goes_on``: called between micro-batches; False on every rank after a preemption signal.
     """
 
-    run: RunDir
-    spec: RunSpec
+    context: RankContext
     mesh: Mesh
     stepper: Stepper
-    consensus: RankConsensus
-    device: torch.device
     datasets: Mapping[str, Sequence[str]]
     goes_on: Callable[[], bool]
 
@@ -144,7 +140,7 @@ class ReferencePass:
         parts = samples.sources if isinstance(samples, JoinedRows) else (samples,)
         values = [np.zeros((samples.first, 2), np.float32)]
         for name, part in zip([source] if source else self.datasets, parts, strict=True):
-            path = self.run.reference / (f"{split}-{name}" if self.spec.data.sources else split)
+            path = self.context.run.reference / (f"{split}-{name}" if self.context.spec.data.sources else split)
             computed = self._values(replace(reader, sequences=part), path, self.datasets[name], step)
             if computed is None:
                 return None
@@ -155,7 +151,7 @@ class ReferencePass:
         """Return the values of all pairs of one source, read or computed; None after a preemption signal."""
         pairs = len(reader)
         # Files of the weights may be gone once a checkpoint has replaced them.
-        key = reference_key(self.spec, dataset) if step == 0 and self._leads else {"dataset": list(dataset)}
+        key = reference_key(self.context.spec, dataset) if step == 0 and self._leads else {"dataset": list(dataset)}
         file = ReferenceFile.read(path) if self._leads else None
         is_same = file is not None and file.pairs == pairs and key.items() <= file.key.items()
         known = self._shared(file.values if file is not None and is_same else None)
@@ -172,10 +168,10 @@ class ReferencePass:
             assert batch.reference is not None
             difference = (found - batch.reference).abs() / batch.reference.abs().clamp(min=1.0)
             worst = max(worst, float(difference.nan_to_num(nan=torch.inf).max()))
-        worst = -self.consensus.least(-worst)
-        allowed = _TOLERANCE.get(self.spec.training.precision, _TOLERANCE_16_BITS)
+        worst = -self.context.long_consensus.least(-worst)
+        allowed = _TOLERANCE.get(self.context.spec.training.precision, _TOLERANCE_16_BITS)
         if worst > allowed:
-            params = {"folder": str(self.run.reference), "difference": worst, "allowed": allowed}
+            params = {"folder": str(self.context.run.reference), "difference": worst, "allowed": allowed}
             raise ReferenceDataError(Reason("engine.reference-differs", params))
 
     @property
@@ -184,7 +180,7 @@ class ReferencePass:
 
     def _shared(self, values: Values | None) -> Values:
         """Return the values of rank 0 on every rank."""
-        text = self.consensus.follow_rank_zero("" if values is None else values.tobytes().hex())
+        text = self.context.long_consensus.follow_rank_zero("" if values is None else values.tobytes().hex())
         shared: Values = np.frombuffer(bytes.fromhex(text), np.float32).reshape(-1, 2).copy()
         return shared
 
@@ -206,7 +202,7 @@ class ReferencePass:
                 if self._leads:
                     replace(file, values=values[:done]).write(path)
                 return None
-            parts = self.consensus.gather(self._part(reader, starts, pairs))
+            parts = self.context.long_consensus.gather(self._part(reader, starts, pairs))
             done = min(starts[-1] + width, pairs)
             for numbers, chosen, rejected in parts or ():
                 values[numbers, 0], values[numbers, 1] = chosen, rejected
@@ -226,7 +222,7 @@ class ReferencePass:
         size = reader.layout.micro_batch_size
         indices = [[start + self.mesh.data.rank * size + offset for offset in range(size)] for start in starts]
         batches = reader.read([[min(index, pairs - 1) for index in batch] for batch in indices])
-        found = self.stepper.log_probabilities([batch.to(self.device) for batch in batches])
+        found = self.stepper.log_probabilities([batch.to(self.context.device) for batch in batches])
         numbers: list[int] = []
         answers: list[Tensor] = []
         if self.mesh.tensor.rank == self.mesh.parts.rank == 0:  # others have the same values

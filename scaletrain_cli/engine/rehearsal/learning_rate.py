@@ -215,7 +215,7 @@ def _range_test(trials: Trials, rates: list[float]) -> tuple[list[float], list[f
     """Train a step at each rate; return the rates, the losses after them and the norms, until the loss diverges."""
     before: list[float] = []
     norms: list[float] = []
-    ahead = trials.trainer.record.spec.data.loader.read_ahead(trials.trainer.readers)
+    ahead = trials.trainer.context.spec.data.loader.read_ahead(trials.trainer.readers)
     for at, rate in enumerate([*rates, rates[-1]]):
         following = range(at + 2, min(at + 2 + ahead, len(rates) + 2))
         loss, norm = trials.step(trials.batches(at + 1, list(following)), rate)

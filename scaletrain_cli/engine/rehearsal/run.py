@@ -46,9 +46,9 @@ _OF_STEPS = ("gradients", "speed", "memory", "data-rate", "learning-rate", "over
 def rehearse(trainer: Trainer, environment: Mapping[str, str]) -> ExitCode:
     """Rehearse a run with the parts of its training loop; return the exit code of the rank. Collective."""
     options = Options.from_text(environment.get(VARIABLE, ""))
-    leads = trainer.ranks.rank == 0
-    known = read_rehearsal(trainer.run) if leads else None
-    preempted_at = trainer.step_sync.consensus.follow_rank_zero(None if known is None else known.preempted_at)
+    leads = trainer.context.rank == 0
+    known = read_rehearsal(trainer.context.run) if leads else None
+    preempted_at = trainer.context.consensus.follow_rank_zero(None if known is None else known.preempted_at)
     if preempted_at is not None:
         return _after_preemption(trainer, options, preempted_at, known)
     course = _Course(trainer, options)
@@ -71,13 +71,15 @@ def _after_preemption(trainer: Trainer, options: Options, preempted_at: int, kno
     steps = 0
     if known is not None and (seconds := known.measured.get("step", {}).get("step_seconds")):
         steps = min(_MOST_TIMED, int(_TIMED_SHARE * options.budget_seconds / seconds))
-    steps = trainer.step_sync.consensus.follow_rank_zero(steps if steps >= _FEWEST_TIMED else 0)
+    steps = trainer.context.consensus.follow_rank_zero(steps if steps >= _FEWEST_TIMED else 0)
     trainer.most_steps = step_items.STEPS + steps
     code = trainer.fit()
     if code == ExitCode.DONE and known is not None:
         expected = {int(step): loss for step, loss in known.measured.get("losses", {}).items()}
-        item = step_items.preemption(trainer.run, expected, preempted_at, on_cpu=trainer.device.type == "cpu")
-        timed = known.measured.get("step", {}) | step_items.times_of_run(trainer.run, trainer.attempt, _FEWEST_TIMED)
+        run, on_cpu = trainer.context.run, trainer.context.device.type == "cpu"
+        item = step_items.preemption(run, expected, preempted_at, on_cpu=on_cpu)
+        times = step_items.times_of_run(run, trainer.context.attempt, _FEWEST_TIMED)
+        timed = known.measured.get("step", {}) | times
         found = replace(known.with_items([item]), running=None, measured={**known.measured, "step": timed})
         _write(trainer, found)
         _print(trainer, found)
@@ -85,14 +87,14 @@ def _after_preemption(trainer: Trainer, options: Options, preempted_at: int, kno
 
 
 def _write(trainer: Trainer, found: Rehearsal) -> None:
-    if trainer.ranks.rank == 0:
+    if trainer.context.rank == 0:
         with contextlib.suppress(OSError):  # a full disk must not hide what was found: the log has it
-            write_rehearsal(trainer.run, found)
+            write_rehearsal(trainer.context.run, found)
 
 
 def _print(trainer: Trainer, found: Rehearsal) -> None:
     """Write the document to the log of rank 0, for a submitter that cannot read the run directory."""
-    if trainer.ranks.rank == 0:
+    if trainer.context.rank == 0:
         print(LOG_PREFIX + json.dumps(found.to_json()), flush=True)
 
 
@@ -105,10 +107,10 @@ class _Course:
     found: Rehearsal = field(init=False)
 
     def __post_init__(self) -> None:
-        record = self.trainer.record
+        record = self.trainer.context.record
         case = Case(record.spec, record.plan, History((), {}, (), True, 0), ())
         self.trials = Trials(self.trainer, case, self.options.budget_seconds, record.plan.time.step)
-        self.found = Rehearsal(self.trainer.run.run_id, time.time(), (), {})
+        self.found = Rehearsal(self.trainer.context.run.run_id, time.time(), (), {})
 
     def items(self) -> None:
         """Do the items that train no run."""
@@ -167,12 +169,12 @@ class _Course:
 
     def preempted_run(self) -> ExitCode:
         """Train the first steps as a run that the last rank sends SIGTERM to; return 75 once the state is saved."""
-        trainer = self.trainer
-        at = min(step_items.PREEMPTED_AT, trainer.record.spec.total_steps)
-        injected = f"sigterm rank={trainer.ranks.world_size - 1} step={at} attempt={trainer.attempt}"
+        trainer, context = self.trainer, self.trainer.context
+        at = min(step_items.PREEMPTED_AT, context.spec.total_steps)
+        injected = f"sigterm rank={context.ranks.world_size - 1} step={at} attempt={context.attempt}"
         given = os.environ.get(faults.VARIABLE, "")
         text = f"{given}; {injected}" if given else injected
-        trainer.faults = faults.Faults(text, trainer.ranks.rank, trainer.attempt, trainer.checkpointer.folder)
+        trainer.faults = faults.Faults(text, context.rank, context.attempt, trainer.checkpointer.folder)
         trainer.most_steps = step_items.STEPS
         self._now(running="preemption", preempted_at=at)
         return trainer.fit()
@@ -180,7 +182,7 @@ class _Course:
 
 def _measured(trainer: Trainer, found: Rehearsal) -> dict[str, Any]:
     """Return what was measured, and what it holds for (docs/rehearsal.md)."""
-    record, device = trainer.record, trainer.device
+    record, device = trainer.context.record, trainer.context.device
     spec, plan = record.spec, record.plan
     figures = {name: dict(item.figures) for name in _OF_STEPS if (item := found.item(name)) is not None}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

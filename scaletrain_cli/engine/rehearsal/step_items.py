@@ -82,7 +82,7 @@ def train(trials: Trials) -> Steps:
     agreed = tuple(each._replace(values=trials.consensus.on_values(each.values)) for each in measures)
     own = [each.seconds for each in agreed[_WARM:] or agreed]
     trials.step_seconds = trials.consensus.on_values({"seconds": median(own)})["seconds"]
-    memory = trials.largest(float(peak_memory_bytes(trainer.device)))
+    memory = trials.largest(float(peak_memory_bytes(trainer.context.device)))
     return Steps(agreed, tuple(_without_gradient(trials)), memory)
 
 
@@ -199,7 +199,7 @@ def memory(trials: Trials, steps: Steps) -> Item:
 
 def _memory(trials: Trials, steps: Steps) -> Item:
     case, plan = trials.case, trials.case.plan.memory
-    measured = read_measured(trials.trainer.run)
+    measured = read_measured(trials.trainer.context.run)
     figures: dict[str, Any] = {"peak_bytes": int(steps.memory_bytes), "capacity_bytes": plan.capacity}
     figures |= {"planned_peak_bytes": plan.peak}
     causes = (large_micro_batch(case),)
@@ -226,7 +226,7 @@ def data_rate(trials: Trials, steps: Steps) -> Item:
     trainer, case = trials.trainer, trials.case
     seconds, waits = sum(steps.seconds), sum(steps.waits)
     share = waits / seconds if seconds > 0 else 0.0
-    first = len(steps.measures) + 1 + trainer.record.spec.data.loader.read_ahead(trainer.readers)
+    first = len(steps.measures) + 1 + trainer.context.spec.data.loader.read_ahead(trainer.readers)
     began, read = time.perf_counter(), 0
     while read < _BURST_BATCHES and (read == 0 or trials.largest(time.perf_counter() - began) < _BURST_SECONDS):
         ahead = range(first + read + 1, min(first + _BURST_BATCHES, first + read + 1 + max(1, trainer.readers)))
@@ -272,7 +272,7 @@ def restore(trials: Trials, step: int) -> Item:
     different = trials.consensus.gather_everywhere(trials.differs_from(before))
     kinds = sorted({kind for each in different for kind in each})
     again = trials.step(trials.batches(step + 1), trials.peak_rate).loss
-    if trainer.ranks.rank == 0:
+    if trainer.context.rank == 0:
         trainer.checkpointer.delete_newer(0)
     trials.consensus.barrier()
     trainer.checkpointer.committed_step = None

@@ -75,7 +75,7 @@ class Trials:
 
     @property
     def consensus(self) -> RankConsensus:
-        return self.trainer.step_sync.consensus
+        return self.trainer.context.consensus
 
     @property
     def peak_rate(self) -> float:
@@ -101,7 +101,7 @@ class Trials:
     def step(self, batches: Sequence[Any], rate: float) -> Trained:
         """Train one step at a learning rate, and return its figures, those of rank 0. fp16 may skip it."""
         trainer = self.trainer
-        trainer.heartbeat.beat(0, "step", trainer.heartbeat.first_step_seconds)
+        trainer.context.heartbeat.beat(0, "step", trainer.context.heartbeat.first_step_seconds)
         for _ in range(_MOST_SKIPPED):
             set_rates(trainer.composed.optimizer, 1, rate)
             result = trainer.stepper.train(batches)
@@ -112,7 +112,7 @@ class Trials:
 
     def loss(self, batches: Sequence[Any]) -> float:
         """Return the mean loss of micro-batches in evaluation, that of rank 0."""
-        self.trainer.heartbeat.beat(0, "step", self.trainer.heartbeat.first_step_seconds)
+        self.trainer.context.heartbeat.beat(0, "step", self.trainer.context.heartbeat.first_step_seconds)
         return self.consensus.on_values({"loss": float(self.trainer.stepper.validation_loss(batches))})["loss"]
 
     @torch.no_grad()
@@ -132,8 +132,8 @@ class Trials:
         """Return the result of work, and the seconds that the slowest rank took for it."""
         began = time.perf_counter()
         result = work()
-        if self.trainer.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.device)
+        if self.trainer.context.device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.context.device)
         return result, self.largest(time.perf_counter() - began)
 
     @torch.no_grad()
@@ -150,7 +150,7 @@ class Trials:
             moments,
             [_host(buffer.values) for buffer in states.buffers],
             counters(trainer.composed.engine),
-            random_state(trainer.device),
+            random_state(trainer.context.device),
             0 if trainer.average is None else trainer.average.taken,
             None if clip is None else clip.state_dict(),
             trainer.composed.engine.micro_steps,
@@ -201,7 +201,7 @@ class Trials:
             trainer.average.taken = copy.average
         if trainer.stepper.adaptive_clip is not None and copy.adaptive_clip is not None:
             trainer.stepper.adaptive_clip.load_state_dict(copy.adaptive_clip)
-        restore_random_state(copy.random, trainer.device)
+        restore_random_state(copy.random, trainer.context.device)
 
     @property
     def _states(self) -> ShardedState:

@@ -20,7 +20,7 @@ from scaletrain_cli.rundir.checkpoints import verify
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.memory_copies import read_copies
-from tests.engine.alone import Alone
+from tests.engine.alone import context_of
 from tests.engine.ranks import on_ranks
 
 SLICE = Slice("w", (4,), None, 0, 4)
@@ -40,8 +40,7 @@ def opened(
     planned = SimpleNamespace(memory_copy_steps=1, memory_copy_bytes_per_node=100, memory_copies_on_partners=partners)
     plan = SimpleNamespace(durability=planned, layout=SimpleNamespace(local_sgd_groups=1))
     point = ResumePoint(None, step, False, [], 0, [], in_memory=from_copy, copies_key=KEY)
-    place: Any = (run, SimpleNamespace(spec=spec, plan=plan), Ranks(0, 1, 0), Alone(), point)
-    return open_memory_copies(*place, attempt=1, delay_seconds=0.0)
+    return open_memory_copies(context_of(run, SimpleNamespace(spec=spec, plan=plan)), point, 0.0)
 
 
 def copied(copies: MemoryCopies, step: int, *, blocked: float = 0.0, seconds: float = 1.0) -> bool:
@@ -136,7 +135,7 @@ def save_on_its_own_node(root: Path) -> list[tuple[int, ...]]:
     memory_copies.copies_folder = lambda run: root / f"node {rank}"  # type: ignore[attr-defined,assignment]
     point = ResumePoint(None, 0, False, [], 0, [], copies_key=KEY)
     record: Any = SimpleNamespace(spec=spec, plan=plan)
-    copies = MemoryCopies(RunDir(root), record, Ranks(rank, 2, 0), both, point, ["a", "b"], attempt=1)
+    copies = MemoryCopies(context_of(RunDir(root), record, Ranks(rank, 2, 0), both), point, ["a", "b"], 0.0)
     needs = []
     for step, needed in ((1, [SLICE]), (2, [])):
         assert copies.ready(1.0)

@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,14 +31,14 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.failures import failure_reason_of
 from scaletrain_cli.worker.memory_copies import complete_copy, open_copies
-from tests.engine.alone import Alone
+from tests.engine.alone import context_of
 from tests.launch.conftest import make_spec
 
 SPEC = make_spec("training.steps=30", "evaluation.every=10")
 
 
 def beginning(run: RunDir) -> ResumePoint:
-    return find_resume_point(run, run.checkpoints, 1, SPEC, Ranks(0, 1, 0), Alone())
+    return find_resume_point(context_of(run, SimpleNamespace(spec=SPEC, revision=0)), run.checkpoints)
 
 
 @pytest.fixture
@@ -176,8 +177,8 @@ class Job:
         try:
             ranks = Ranks(rank, 4, rank % 2)
             copies = None if self.memory is None else self.memory / self._here.node
-            place = (self.run, self.run.checkpoints, 1, SPEC, ranks, self)
-            return find_resume_point(*place, revision=self.revision, copies=copies)  # type: ignore[arg-type]
+            record = SimpleNamespace(spec=SPEC, revision=self.revision)
+            return find_resume_point(context_of(self.run, record, ranks, self), self.run.checkpoints, copies)
         except ScaletrainError as error:
             return error
 

@@ -35,8 +35,8 @@ def save_again(path: Path, attempt: int, folder: Path) -> None:
         trainer = assembled(path, attempt)
         begin = trainer.resume()
         trainer.checkpointer.folder = folder
-        if trainer.ranks.rank == 0:
+        if trainer.context.rank == 0:
             open_attempt(folder, attempt)
-        trainer.step_sync.consensus.barrier()
+        trainer.context.consensus.barrier()
         trainer.checkpointer.committed_step = None
         trainer.save(begin.step, wait=True)

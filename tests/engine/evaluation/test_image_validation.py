@@ -18,6 +18,7 @@ from scaletrain_cli.engine.validation import ReadAhead, Validation
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
 from scaletrain_cli.worker.loop_adapter import StepDecision
+from tests.engine.alone import context_of
 from tests.engine.data.images.pictures import Pictures, reader
 from tests.engine.ranks import on_ranks
 
@@ -43,13 +44,11 @@ def validated(ranks: int, zero: int) -> tuple[Figures | None, Figures]:
     images = reader(Pictures(COUNT), at=layout, rank=mesh.data.rank, size=SIZE)
     own = images.without_groups()
     parts: Any = {
-        "run": None,
-        "record": SimpleNamespace(spec=spec, plan=SimpleNamespace(layout=layout)),
         "step_sync": SimpleNamespace(agree=lambda step: (StepDecision.CONTINUE, [])),
-        "heartbeat": SimpleNamespace(beat=lambda *_: None),
     }
+    record = SimpleNamespace(spec=spec, plan=SimpleNamespace(layout=layout))
     validation = Validation(
-        device=device,
+        context_of(None, record),
         composed=composed,
         stepper=build_stepper(composed, mesh, device, spec.training),
         average=None,

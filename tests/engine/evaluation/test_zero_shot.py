@@ -28,6 +28,7 @@ from scaletrain_cli.spec import parse_spec
 from scaletrain_cli.spec.evaluation import TEMPLATES
 from scaletrain_cli.spec.images import AugmentSpec
 from scaletrain_cli.worker.loop_adapter import StepDecision
+from tests.engine.alone import context_of
 from tests.engine.data.images.pictures import Pictures, layout, reader
 from tests.engine.data.images.test_captions import small_tokenizer
 from tests.engine.model.vision.towers import clip, loaded, spec_of
@@ -137,14 +138,12 @@ def validated_on_rank(folder: Path, ranks: int, zero: int) -> tuple[Figures | No
     pictures = replace(reader(Pictures(COUNT), **plain), mesh=mesh)
     decisions = [StepDecision.CONTINUE]
     parts: dict[str, Any] = {
-        "run": None,
-        "record": SimpleNamespace(spec=spec, plan=SimpleNamespace(layout=layout)),
         "step_sync": SimpleNamespace(agree=lambda step: (decisions.pop() if decisions[1:] else decisions[0], [])),
-        "heartbeat": SimpleNamespace(beat=lambda *_: None),
     }
     stepper = build_stepper(composed, mesh, device, spec.training)
+    record = SimpleNamespace(spec=spec, plan=SimpleNamespace(layout=layout))
     validation = Validation(
-        device=device,
+        context_of(None, record),
         composed=composed,
         stepper=stepper,
         average=None,

@@ -21,8 +21,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.failures import failure_reason_of
-from scaletrain_cli.worker.heartbeat import Heartbeat
-from tests.engine.alone import Alone
+from tests.engine.alone import Alone, context_of
 from tests.spec.samples import SPEC, load
 
 
@@ -94,7 +93,7 @@ def make(tmp_path: Path) -> Make:
         ledger = LedgerClock(run, 1, 1)
         stages: Any = SimpleNamespace(prepare_restore=lambda step: kept.done.append(f"engine of {step}"))
         ranks, skipped = Ranks(0, 1, 0), rollbacks or []
-        return GuardActions(run, record, ranks, consensus, kept, guard, skipped, ledger, Heartbeat(None), stages)
+        return GuardActions(context_of(run, record, ranks, consensus), kept, guard, skipped, ledger, stages)
 
     return made
 
@@ -118,19 +117,19 @@ def check(actions: GuardActions, found: list[StepMeasures], trained: int) -> int
 
 
 def names(actions: GuardActions) -> list[str]:
-    return [event["event"] for event in read_events(actions.run)]
+    return [event["event"] for event in read_events(actions.context.run)]
 
 
 def test_a_spike_rolls_back_to_the_latest_clean_checkpoint_and_skips_its_batches(make: Make) -> None:
     actions = make()
     assert check(actions, measures(21, *[2.0] * 13, 50.0, 50.0, 50.0), 36) == 20
-    (back,) = read_rollbacks(actions.run)
+    (back,) = read_rollbacks(actions.context.run)
     assert back == Rollback(from_step=36, to_step=20, skip=(31, 36))
     assert actions.skipped == ((31, 36),)
     assert [actions.batch_number(step) for step in (30, 31)] == [30, 37]
     done = ["finish", "forget copies after 20", "retire 20", "engine of 20", "restore 20"]
     assert actions.checkpointer.done[-5:] == done  # type: ignore[attr-defined]
-    (event,) = read_events(actions.run)
+    (event,) = read_events(actions.context.run)
     assert (event["retry"], event["losses"], event["median_loss"]) == (1, [50.0] * 3, 2.0)
 
 
@@ -166,9 +165,9 @@ def test_after_the_allowed_number_of_rollbacks_the_run_stops_with_the_details(ma
 
 def test_a_spike_without_a_clean_checkpoint_is_recorded_and_training_continues(make: Make) -> None:
     actions = make()
-    (actions.run.checkpoints / "step-00000020" / "shard.pt").write_bytes(b"damage")
+    (actions.context.run.checkpoints / "step-00000020" / "shard.pt").write_bytes(b"damage")
     assert check(actions, measures(31, 50.0, 50.0, 50.0, 50.0), 34) == 34
-    (event,) = read_events(actions.run)
+    (event,) = read_events(actions.context.run)
     assert (event["event"], event["step"]) == ("spike", 33)
     assert "no checkpoint is known to be clean" in event["then"]
     assert "retire 20" not in actions.checkpointer.done  # type: ignore[attr-defined]
@@ -187,14 +186,14 @@ def test_a_value_that_is_not_finite_ends_the_run_or_rolls_it_back(found: list[St
     actions = make("guard.nan=rollback")
     assert check(actions, found, 32) == 20
     assert actions.skipped == ((30, 32),)
-    event = read_events(actions.run)[0]
+    event = read_events(actions.context.run)[0]
     assert event["cause"] == "nan"
     assert (event["loss"], event["grad_norm"]) in ((None, 0.5), (2.0, None)), "numbers, or null where JSON has none"
 
 
 def test_a_nan_that_cannot_be_rolled_back_ends_the_run(make: Make) -> None:
     actions = make("guard.nan=rollback")
-    for checkpoint in list_checkpoints(actions.run.checkpoints):
+    for checkpoint in list_checkpoints(actions.context.run.checkpoints):
         checkpoint_commit.delete_checkpoint(checkpoint.path)
     with pytest.raises(NonFiniteGradientError):
         check(actions, measures(31, math.nan), 31)
@@ -226,7 +225,7 @@ def test_a_stage_of_the_mixture_begins_at_its_batch_whatever_was_skipped(make: M
 def test_the_first_loss_is_compared_for_new_models(make: Make, overrides: tuple[str, ...], *, reported: bool) -> None:
     actions = make(*overrides)
     check(actions, measures(1, 2.0), 1)
-    assert [event["event"] for event in read_events(actions.run)] == ["first-loss"] * reported
+    assert [event["event"] for event in read_events(actions.context.run)] == ["first-loss"] * reported
 
 
 @pytest.mark.parametrize("key", ["model.weights=/weights", "model.adapter={name: lora}", ""])

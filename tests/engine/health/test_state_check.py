@@ -75,7 +75,8 @@ def train_with_flips(path: Path, flips: list[Flip], clean_steps: int) -> None:
             trained(trainer, step + 1, flip)
         assert trainer.step_sync.state_check.clean_step == step
         named = caught.value.reason.params["ranks"] if caught.value.reason is not None else []
-        reason = "crash" if len(named) != 1 else "hardware" if named == [trainer.ranks.rank] else "communication"
+        mine = named == [trainer.context.rank]
+        reason = "crash" if len(named) != 1 else "hardware" if mine else "communication"
         assert caught.value.failure_reason == reason
         step += 1
         heal(trainer, flip)
@@ -84,7 +85,7 @@ def train_with_flips(path: Path, flips: list[Flip], clean_steps: int) -> None:
 
 def trained(trainer: Trainer, step: int, flip: Flip | None = None) -> int:
     check = trainer.step_sync.state_check
-    mine = flip is not None and flip.rank == trainer.ranks.rank
+    mine = flip is not None and flip.rank == trainer.context.rank
 
     def before_update(compare: object = type(check).before_update) -> None:
         if mine and not flip.late and flip.part != "gradients":
@@ -105,7 +106,7 @@ def trained(trainer: Trainer, step: int, flip: Flip | None = None) -> int:
 def heal(trainer: Trainer, flip: Flip) -> None:
     """Give ranks that hold the same tensors those of a healthy one of them."""
     mesh = trainer.stages.mesh
-    axis = mesh.synchronous if trainer.record.plan.layout.zero_stage == 0 else mesh.copies
+    axis = mesh.synchronous if trainer.context.layout.zero_stage == 0 else mesh.copies
     if axis.group is not None:
         source = next(rank for rank in dist.get_process_group_ranks(axis.group) if rank != flip.rank)
         for tensor in (tensor for part in held_tensors(trainer.composed) for tensor in part):
@@ -175,7 +176,7 @@ def train_with_a_wrong_device(path: Path, wrong: int) -> None:
 
     for step in range(1, 5):
         trained(trainer, step)
-    if trainer.ranks.rank == wrong:
+    if trainer.context.rank == wrong:
         embedding = next(each for each in trainer.composed.model.modules() if isinstance(each, nn.Embedding))
         embedding.register_forward_hook(compute_wrongly)
     trained(trainer, 5)

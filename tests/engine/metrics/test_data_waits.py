@@ -4,6 +4,7 @@ from typing import Any
 from scaletrain_cli.engine.metrics.step_measures import DataWaits
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
+from tests.engine.alone import context_of
 
 
 class Others:
@@ -22,7 +23,7 @@ def reported(folder: Path, waits: list[float], others: float = 0.0, first: int =
     """Return the events of an attempt whose steps of one second have these waits."""
     now = [0.0]
     consensus: Any = Others(others)
-    watch = DataWaits(RunDir(folder), 0, consensus, clock=lambda: now[0])
+    watch = DataWaits(context_of(RunDir(folder), consensus=consensus), clock=lambda: now[0])
     for step, wait in enumerate(waits, start=first):
         now[0] += 1.0
         watch.add(step, wait, workers=2, prefetch=4)

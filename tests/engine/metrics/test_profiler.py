@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
+from scaletrain_cli.engine import context
 from scaletrain_cli.engine.metrics import profiler
 from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
 from scaletrain_cli.engine.metrics.trace_events import STEP
@@ -23,7 +23,7 @@ from scaletrain_cli.rundir.profiles import ProfileRequest, profile_folders, rank
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.loop_adapter import StepDecision
 from tests.counting import calls_of
-from tests.engine.alone import Alone
+from tests.engine.alone import Alone, context_of
 from tests.waiting import Clock
 
 STEPS = 20
@@ -36,7 +36,7 @@ def profiler_of(tmp_path: Path, clock: Clock | None = None) -> tuple[RunDir, Ste
     plan = SimpleNamespace(time=SimpleNamespace(step=1.5, **seconds), layout=SimpleNamespace(pipeline_parallel=1))
     record: Any = SimpleNamespace(spec=SimpleNamespace(total_steps=STEPS), plan=plan)
     ranks = Ranks(0, 2, 0)
-    return run, StepProfiler(run, record, ranks, 1, torch.device("cpu"), Heartbeat(), clock=clock or Clock())
+    return run, StepProfiler(context_of(run, record, ranks, heartbeat=Heartbeat()), clock=clock or Clock())
 
 
 def sync_of(found: StepProfiler, agreed: StepDecision) -> StepSync:
@@ -49,9 +49,8 @@ def sync_of(found: StepProfiler, agreed: StepDecision) -> StepSync:
         during=lambda category: contextlib.nullcontext(),
         raised=False,
     )
-    return StepSync(
-        found._run, Ranks(1, 2, 0), nothing, nothing, nothing, nothing, Heartbeat(), nothing, found, nothing
-    )
+    context = context_of(found._context.run, None, Ranks(1, 2, 0), nothing, Heartbeat())
+    return StepSync(context, nothing, nothing, nothing, nothing, found, nothing)
 
 
 def test_a_look_costs_nothing_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +177,7 @@ def test_a_full_disk_and_damaged_profiles_do_not_end_training(tmp_path: Path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(profiler, "torch_profile", full)
-    monkeypatch.setattr(profiler, "report_event", full)
+    monkeypatch.setattr(context, "report_event", full)
     run, found = profiler_of(tmp_path)
     write_request(run, ProfileRequest("a", steps=1, ranks=(0, 1)))
     found.accept(5, Alone())

@@ -66,7 +66,7 @@ def train(path: Path) -> Outcome:
     noise_scale._MOST_STEPS = EVERY
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = assembled(path)
-        rank, layout = trainer.ranks.rank, trainer.record.plan.layout
+        rank, layout = trainer.context.rank, trainer.context.layout
         trainer.resume()
         assert trainer.prepare_batches(0)
         sent = trainer.measures._sender = Sent()  # type: ignore[assignment]

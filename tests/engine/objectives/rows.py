@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec, parse_spec
 from scaletrain_cli.spec.training import learning_rate
+from tests.engine.alone import context_of
 
 VOCAB, LENGTH, STEPS = 64, 24, 20
 SPEC = f"""
@@ -123,9 +125,8 @@ def train(spec: RunSpec, rows: RowSequences, folder: Path) -> Course:
     stepper = build_stepper(composed, mesh, device, spec.training)
     reader = BatchReader(rows, layout, mesh, spec.training.seed, False, padded_to=padded_to(layout), padding_multiple=4)
     if composed.objective.reads_pairs:
-        reference = ReferencePass(
-            RunDir(folder), spec, mesh, stepper, RankConsensus(600.0), device, {"data": ("tokens",)}, lambda: True
-        )
+        context = context_of(RunDir(folder), SimpleNamespace(spec=spec), consensus=RankConsensus(600.0))
+        reference = ReferencePass(context, mesh, stepper, {"data": ("tokens",)}, lambda: True)
         found = reference.with_reference(reader, "train", 0)
         assert found is not None
         reader = found

@@ -27,6 +27,7 @@ from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.training import DPOSpec, TrainingSpec
+from tests.engine.alone import context_of
 from tests.engine.objectives.rows import pairs, row_sequences, spec_of
 from tests.engine.ranks import on_ranks
 
@@ -76,8 +77,10 @@ def a_pass(folder: Path, spec: RunSpec, turns: int | None = None) -> tuple[Refer
         left[0] -= 1
         return left[0] >= 0
 
-    consensus = RankConsensus(600.0)
-    made = ReferencePass(RunDir(folder), spec, mesh, stepper, consensus, device, {"data": ("tokens",)}, goes_on)
+    consensus, record = RankConsensus(600.0), SimpleNamespace(spec=spec)
+    made = ReferencePass(
+        context_of(RunDir(folder), record, consensus=consensus), mesh, stepper, {"data": ("tokens",)}, goes_on
+    )
     return made, BatchReader(rows, layout, mesh, spec.training.seed, False)
 
 
@@ -182,8 +185,8 @@ def test_running_out_of_memory_while_the_reference_is_computed_is_reported(tmp_p
         raise MemoryError
 
     trainer = Trainer.__new__(Trainer)
-    parts = {"record": SimpleNamespace(plan=plan), "ranks": SimpleNamespace(rank=0), "composed": None, "attempt": 1}
-    vars(trainer).update(run=run, resume=resume, prepare_batches=prepare_batches, **parts)
+    context = context_of(run, SimpleNamespace(plan=plan))
+    vars(trainer).update(context=context, composed=None, resume=resume, prepare_batches=prepare_batches)
     with pytest.raises(MemoryError) as caught:
         trainer.fit()
     assert "Rank 0 was planned to need" in caught.value.__notes__[0]

@@ -107,7 +107,7 @@ def train_rank(path: Path, attempt: int, last: int) -> RankReport:
 
 def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
     trainer = assembled(path, attempt)
-    record, begin = trainer.record, trainer.resume()
+    record, begin = trainer.context.record, trainer.resume()
     assert trainer.prepare_batches(begin.step)
     measured = []
     for step in range(begin.step + 1, last):
@@ -121,7 +121,7 @@ def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
     measured += trainer.deferred_metrics.remaining()
     if last < record.spec.total_steps:
         trainer.save(last, wait=True)
-    pieces = local_pieces(trainer.composed.model, replica(trainer.ranks.rank, record.plan.layout), record.plan.layout)
+    pieces = local_pieces(trainer.composed.model, replica(trainer.context.rank, record.plan.layout), record.plan.layout)
     losses, norms = [[step.values[name] for step in measured] for name in ("loss", "grad_norm")]
     held = states.bytes
     if trainer.local_sgd is not None:

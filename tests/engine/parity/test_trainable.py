@@ -111,7 +111,7 @@ def roll_back(path: Path) -> tuple[list[float], list[float], bool]:
         before = [weakref.ref(weight) for weight in master_weights(trainer.composed.engine)]
         once = losses(3, STEPS)
         is_freed = not any(weight() is not None for weight in before)
-        [saved] = list_checkpoints(trainer.run.checkpoints)
+        [saved] = list_checkpoints(trainer.context.run.checkpoints)
         trainer.stages.prepare_restore(saved.step)
         trainer.checkpointer.restore(saved)
         return once, losses(3, STEPS), is_freed
