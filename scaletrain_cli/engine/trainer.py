@@ -27,7 +27,7 @@ from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
 from scaletrain_cli.engine.metrics.reporting import LedgerClock, MetricsLog, log_event
 from scaletrain_cli.engine.metrics.step_measures import DataWaits, DeferredMetrics, StepMeasures
-from scaletrain_cli.engine.metrics.trace_events import DATA, STEP
+from scaletrain_cli.engine.metrics.trace import DATA, STEP
 from scaletrain_cli.engine.model.attention import attention_kernel_of
 from scaletrain_cli.engine.model.moe import routing_measures
 from scaletrain_cli.engine.model.vision.batch_norm import images_of_statistics
@@ -332,7 +332,7 @@ class Trainer:
         if begin.checkpoint is not None:
             name = "resumed"
             restored = self.checkpointer.restore(begin.checkpoint)
-            self.guard.load_state_dict(restored["guard"])
+            self.guard.guard.load_state_dict(restored["guard"])
             before = restored.get("batch_norm_images")  # absent without batch normalization
         source = {"saved_step": begin.saved_step} if begin.in_memory else {}
         kernel = {}
@@ -411,7 +411,7 @@ class Trainer:
         self.ledger.write()
 
     def _client_state(self, step: int) -> dict[str, Any]:
-        state = {"step": step, **self.data.to_checkpoint(), "guard": self.guard.state_dict()}
+        state = {"step": step, **self.data.to_checkpoint(), "guard": self.guard.guard.state_dict()}
         state["skipped"] = [list(each) for each in self.guard.skipped]
         if (images := self._images_of_statistics()) is not None:
             state["batch_norm_images"] = images

@@ -70,14 +70,11 @@ class Claims:
             self._register()
             self._beating.start()
         except BaseException:  # as of a signal, before a with statement would call __exit__
-            self._end()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def _end(self) -> None:
         self._ended.set()
         if self._beating.ident is not None:  # it was started
             self._beating.join()

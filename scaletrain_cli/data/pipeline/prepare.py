@@ -84,16 +84,6 @@ class BpeTraining:
         return [round(MOST_CHARACTERS * size / sum(given)) for size in given]
 
 
-def tokenizer_path(folder: Path, training: BpeTraining, names: Sequence[str], chains: Sequence[Chain]) -> Path:
-    """Return the file of the tokenizer that is trained on these sources; it is there if it has been trained.
-
-    ``folder``: of all trained tokenizers.
-    """
-    keys = [chain.steps[-1].key for chain in chains]
-    key = chained(_TRAINING, training.vocab_size, list(zip(keys, training.characters(names), strict=True)))
-    return folder / key / "tokenizer.json"
-
-
 def trained_before(path: Path) -> str:
     """Return the content of a tokenizer.json that was trained before; empty if there is none that can be used."""
     try:
@@ -299,7 +289,14 @@ def _trained_by_anyone(preparation: Preparation, chains: Sequence[Chain], folder
 
 
 def _tokenizer_path(preparation: Preparation, folder: Path, chains: Sequence[Chain]) -> Path:
-    return tokenizer_path(folder, _training(preparation), [source.name for source in preparation.sources], chains)
+    """Return the file of the tokenizer that is trained on the sources; it is there if it has been trained.
+
+    ``folder``: of all trained tokenizers.
+    """
+    training = _training(preparation)
+    characters = training.characters([source.name for source in preparation.sources])
+    keys = zip((chain.steps[-1].key for chain in chains), characters, strict=True)
+    return folder / chained(_TRAINING, training.vocab_size, list(keys)) / "tokenizer.json"
 
 
 def _training(preparation: Preparation) -> BpeTraining:

@@ -48,12 +48,6 @@ class GuardActions:
     stages: StageSwitch
     mixture_batches: tuple[int, ...] = ()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.guard.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.guard.load_state_dict(state)
-
     @property
     def skipped(self) -> tuple[SkipRange, ...]:
         """Ranges of batches that are skipped: by the spec, and by rollbacks."""

@@ -23,7 +23,7 @@ from torch.profiler import profile as torch_profile
 
 from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations, remember_allocations, write_memory_snapshot
-from scaletrain_cli.engine.metrics.trace_events import END
+from scaletrain_cli.engine.metrics.trace import END
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command

@@ -1,7 +1,7 @@
 """Build the optimizer of a run spec: from torch, bitsandbytes, or another package.
 
 ZeRO hands an optimizer flat parts of the parameter groups, split anywhere, so it must update each element by itself.
-Muon, which needs whole matrices, is in ``muon.py`` and ``matrix_exchange.py``. DeepSpeed's own Muon clips before
+Muon, which needs whole matrices, is in ``muon.py``. DeepSpeed's own Muon clips before
 orthogonalizing in one ZeRO stage and after it in the others, and does not gather matrices that tensor parallelism has
 sharded, so that a spec would train differently in different layouts.
 """

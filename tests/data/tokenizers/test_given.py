@@ -14,9 +14,8 @@ import tiktoken_ext.openai_public
 from tokenizers import Tokenizer
 
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
-from scaletrain_cli.data.tokenizers.conversion import ENCODINGS
 from scaletrain_cli.data.tokenizers.files import TokenizerError
-from scaletrain_cli.data.tokenizers.given import token_ids, tokenizer_content, tokenizer_identity
+from scaletrain_cli.data.tokenizers.given import ENCODINGS, token_ids, tokenizer_content, tokenizer_identity
 from scaletrain_cli.launch.resource_checks.files import tokenizer_problem
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import TokenizerSpec

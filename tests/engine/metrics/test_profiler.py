@@ -13,7 +13,7 @@ import pytest
 from scaletrain_cli.engine import context
 from scaletrain_cli.engine.metrics import profiler
 from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
-from scaletrain_cli.engine.metrics.trace_events import STEP
+from scaletrain_cli.engine.metrics.trace import STEP
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.rundir.documents import read_document

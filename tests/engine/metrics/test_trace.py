@@ -9,9 +9,19 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from scaletrain_cli.engine.metrics import trace_events
-from scaletrain_cli.engine.metrics.trace import intersected, subtracted, summarize, total, united, write_rank
-from scaletrain_cli.engine.metrics.trace_events import END, STEP, UPDATE, read_trace
+from scaletrain_cli.engine.metrics import trace
+from scaletrain_cli.engine.metrics.trace import (
+    END,
+    STEP,
+    UPDATE,
+    intersected,
+    read_trace,
+    subtracted,
+    summarize,
+    total,
+    united,
+    write_rank,
+)
 from scaletrain_cli.rundir.profiles import Profile, rank_file, summary_of, write_profile
 
 Event = dict[str, Any]
@@ -139,7 +149,7 @@ def test_operators_take_the_time_that_torch_reports(tmp_path: Path, monkeypatch:
         optimizer.step()
     recorded.export_chrome_trace(str(tmp_path / "trace.json"))
     text = (tmp_path / "trace.json").read_text()
-    monkeypatch.setattr(trace_events, "_CHUNK", 100)
+    monkeypatch.setattr(trace, "_CHUNK", 100)
     events = list(read_trace(io.StringIO(text)))
     assert events == json.loads(text)["traceEvents"]
     found = summarize(events)
