@@ -177,6 +177,20 @@ class Case:
         """Return the cause that the learning rate is too high. ``to``: a better one, such as ``lower_rate``."""
         return self.cause("diagnosis.cause-rate-too-high", "training.optimizer.lr", to, lr=self.peak_rate)
 
+    def rate_too_low(self, to: float | None = None) -> Cause:
+        """Return the cause that the learning rate is too low. ``to``: a better one."""
+        return self.cause("diagnosis.cause-rate-too-low", "training.optimizer.lr", to, lr=self.peak_rate)
+
+    def short_warm_up(self, to: int | None = None) -> Cause:
+        """Return the cause that the warm-up is too short. ``to``: a better one."""
+        steps = self.spec.training.schedule.warmup_steps
+        return self.cause("diagnosis.cause-short-warm-up", "training.schedule.warmup_steps", to, steps=steps)
+
+    def slow_rank(self, rank: int) -> tuple[Cause, ...]:
+        """Return the causes that a rank holds up the others."""
+        uneven = self.cause("diagnosis.cause-uneven-data", "data.loader.workers")
+        return self.cause("diagnosis.cause-slow-node", rank=rank), uneven
+
     @property
     def lower_rate(self) -> float:
         """A third of the learning rate, and no more than is usual: one may be too high by orders of magnitude."""

@@ -69,6 +69,11 @@ def theil_sen(x: Sequence[float], y: Sequence[float]) -> Slope:
     return Slope(median(slopes), slopes[low], slopes[high])
 
 
+def fall_of(values: Sequence[float]) -> float:
+    """Return by how much the values fall from the first to the last, by their robust slope."""
+    return -theil_sen(range(len(values)), values).value * len(values)
+
+
 def residuals(x: Sequence[float], y: Sequence[float]) -> list[float]:
     """Return the values minus their robust straight line."""
     slope = theil_sen(x, y).value

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from scaletrain_cli.diagnosis.case import Case
-from scaletrain_cli.diagnosis.curves import median, noise, theil_sen
+from scaletrain_cli.diagnosis.curves import fall_of, median, noise
 from scaletrain_cli.diagnosis.findings import Finding
 from scaletrain_cli.diagnosis.history import SOURCE_LOSS
 from scaletrain_cli.reasons import Reason
@@ -118,8 +118,7 @@ def underfitting(case: Case) -> Iterator[Finding]:
         return
     if curve.start - curve.now < _LEARNS * curve.start:  # it does not fall at all, see loss-flat
         return
-    half = curve.values[len(curve.values) // 2 :]
-    if -theil_sen(list(range(len(half))), half).value * len(half) > _NO_FALL * curve.now:
+    if fall_of(curve.values[len(curve.values) // 2 :]) > _NO_FALL * curve.now:
         return
     if abs(loss - curve.now) > max(_FIT_GAP * curve.now, error):
         return
@@ -129,7 +128,7 @@ def underfitting(case: Case) -> Iterator[Finding]:
         "diagnosis.cause-much-regularization", "training.optimizer.weight_decay", min(0.1, decay / 10), decay=decay
     )
     small = case.cause("diagnosis.cause-small-model", "model")
-    rate = case.cause("diagnosis.cause-rate-too-low", "training.optimizer.lr", lr=case.peak_rate)
+    rate = case.rate_too_low()
     causes = (strong, small, rate) if decay > _MUCH_DECAY else (small, rate, strong)
     yield Finding(Reason("diagnosis.underfitting", evidence), "warning", "low", causes)
 

@@ -48,12 +48,7 @@ def too_high(case: Case) -> Iterator[Finding]:
     evidence = {"step": rise.step, "peak": rise.peak, "start": curve.start, "rate": rise.rate, "lr": case.peak_rate}
     causes = (
         case.rate_too_high(min(case.lower_rate, float(f"{rise.rate / 3:.1g}"))),
-        case.cause(
-            "diagnosis.cause-short-warm-up",
-            "training.schedule.warmup_steps",
-            _usual_warm_up(case),
-            steps=case.spec.training.schedule.warmup_steps,
-        ),
+        case.short_warm_up(_usual_warm_up(case)),
     )
     yield Finding(Reason("diagnosis.learning-rate-too-high", evidence), "warning", "medium", causes)
 
@@ -71,10 +66,7 @@ def warm_up_too_short(case: Case) -> Iterator[Finding]:
     assert curve is not None
     warm_up, usual = case.spec.training.schedule.warmup_steps, _usual_warm_up(case)
     evidence = {"step": rise.step, "peak": rise.peak, "start": curve.start, "steps": warm_up, "usual": usual}
-    causes = (
-        case.cause("diagnosis.cause-short-warm-up", "training.schedule.warmup_steps", usual, steps=warm_up),
-        case.rate_too_high(case.lower_rate),
-    )
+    causes = (case.short_warm_up(usual), case.rate_too_high(case.lower_rate))
     yield Finding(Reason("diagnosis.warm-up-too-short", evidence), "warning", "medium", causes)
 
 
@@ -108,12 +100,7 @@ def too_low(case: Case) -> Iterator[Finding]:
     share = so_far / model.initializer_range
     evidence = {"lr": case.peak_rate, "share": share, "start": curve.start, "now": curve.now, "steps": last}
     to = float(f"{case.peak_rate * 10 * model.initializer_range / most:.0e}")
-    cause = case.cause(
-        "diagnosis.cause-rate-too-low",
-        "training.optimizer.lr",
-        min(to, 1e-3) if to > case.peak_rate else to,
-        lr=case.peak_rate,
-    )
+    cause = case.rate_too_low(min(to, 1e-3) if to > case.peak_rate else to)
     few = case.cause("diagnosis.cause-few-steps", "training.steps", steps=total)
     code = Reason("diagnosis.learning-rate-too-low", evidence)
     if total < _SHORT_RUN:

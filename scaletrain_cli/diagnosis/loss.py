@@ -133,7 +133,7 @@ def flat(case: Case) -> Iterator[Finding]:
         return
     evidence = {"start": start, "now": curve.now, "steps": curve.steps[-1], "noise": curve.noise}
     norms = [norm for norm in case.history.column("grad_norm")[half:] if norm == norm]
-    low = case.cause("diagnosis.cause-rate-too-low", "training.optimizer.lr", lr=case.peak_rate)
+    low = case.rate_too_low()
     data = case.cause("diagnosis.cause-nothing-to-learn", "data")
     dead = case.cause("diagnosis.cause-no-gradient", norm=median(norms) if norms else 0.0)
     lost = max(curve.smooth) > curve.start + margin
@@ -149,15 +149,12 @@ def oscillating(case: Case) -> Iterator[Finding]:
     undoes the one before, as gradient descent does beyond its largest stable rate. Of sampled steps the neighbors are
     not known.
     """
-    curve = case.curve
-    if curve is None or len(curve.values) < 2 * _MIXED_STEPS or not _is_dense(curve):
+    if (curve := case.curve) is None or (around := _around_trend(curve)) is None:
         return
-    half = curve.values[len(curve.values) // 2 :][-4 * _MIXED_STEPS :]
-    around = residuals(list(range(len(half))), half)
-    correlation, band = autocorrelation(around), deviation(around)
-    if correlation > _OSCILLATION or band < _OSCILLATION_SHARE * abs(median(half)):
+    correlation = autocorrelation(around)
+    if correlation > _OSCILLATION:
         return
-    evidence = {"correlation": correlation, "band": band, "now": curve.now, "steps": len(half)}
+    evidence = {"correlation": correlation, "band": deviation(around), "now": curve.now, "steps": len(around)}
     causes = (case.rate_too_high(case.lower_rate), case.cause("diagnosis.cause-alternating-data", "data"))
     yield Finding(Reason("diagnosis.loss-oscillating", evidence), "warning", "medium", causes)
 
@@ -169,18 +166,13 @@ def swinging(case: Case) -> Iterator[Finding]:
     band is at least 5 % of the loss. A heavy ball with momentum b oscillates so once its rate exceeds (1 - sqrt(b))^2
     over the curvature (Goh, Why Momentum Really Works, 2017). Of sampled steps nothing is known.
     """
-    curve = case.curve
-    if curve is None or len(curve.values) < 2 * _MIXED_STEPS or not _is_dense(curve):
-        return
-    half = curve.values[len(curve.values) // 2 :][-4 * _MIXED_STEPS :]
-    around = residuals(list(range(len(half))), half)
-    band = deviation(around)
-    if band < _OSCILLATION_SHARE * abs(median(half)):
+    if (curve := case.curve) is None or (around := _around_trend(curve)) is None:
         return
     found = swing(around, _SWINGS)
     if found is None or found.low > _SWING or found.back < _SWING_BACK:
         return
-    evidence = {"period": found.period, "correlation": found.low, "band": band, "now": curve.now, "steps": len(half)}
+    evidence = {"period": found.period, "correlation": found.low, "band": deviation(around)}
+    evidence |= {"now": curve.now, "steps": len(around)}
     optimizer = case.spec.training.optimizer
     unused = optimizer.traits.unused
     has_betas = "betas" not in unused and "momentum" in unused
@@ -282,17 +274,21 @@ def _after_warm_up(case: Case) -> int:
     return case.spec.training.schedule.warmup_steps
 
 
-def _is_dense(curve: Curve) -> bool:
-    """Return whether the last steps of the curve are neighbors."""
+def _around_trend(curve: Curve) -> list[float] | None:
+    """Return the last half of the losses without its trend; None below 5 % of the loss, and unless steps are neighbors.
+
+    Also None for fewer than 64 steps.
+    """
     last = curve.steps[-4 * _MIXED_STEPS :]
-    return last[-1] - last[0] == len(last) - 1
+    if len(curve.values) < 2 * _MIXED_STEPS or last[-1] - last[0] != len(last) - 1:
+        return None
+    half = curve.values[len(curve.values) // 2 :][-4 * _MIXED_STEPS :]
+    around = residuals(range(len(half)), half)
+    return None if deviation(around) < _OSCILLATION_SHARE * abs(median(half)) else around
 
 
 def _too_high(case: Case) -> tuple[Cause, ...]:
-    warm_up = case.spec.training.schedule.warmup_steps
     causes = [case.rate_too_high(case.lower_rate)]
     if not case.spec.training.gradient_clipping:
         causes.append(case.cause("diagnosis.cause-no-clipping", "training.gradient_clipping", 1.0))
-    causes.append(case.cause("diagnosis.cause-short-warm-up", "training.schedule.warmup_steps", steps=warm_up))
-    causes.append(case.cause("diagnosis.cause-changed-data", "data"))
-    return tuple(causes)
+    return (*causes, case.short_warm_up(), case.cause("diagnosis.cause-changed-data", "data"))

@@ -152,11 +152,7 @@ def slow_rank(case: Case) -> Iterator[Finding]:
     step = recent_steps_seconds(case)
     share = (own - others) / step if step else 0.0
     evidence = {"rank": latest["rank"], "seconds": own, "others": others, "share": min(1.0, max(0.0, share))}
-    causes = (
-        case.cause("diagnosis.cause-slow-node", rank=latest["rank"]),
-        case.cause("diagnosis.cause-uneven-data", "data.loader.workers"),
-    )
-    yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "high", causes)
+    yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "high", case.slow_rank(latest["rank"]))
 
 
 def slower_than_plan(case: Case) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case
-from scaletrain_cli.diagnosis.curves import median, noise, theil_sen
+from scaletrain_cli.diagnosis.curves import fall_of, median, noise
 from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
@@ -89,8 +89,7 @@ def order_not_learned(case: Case) -> Iterator[Finding]:
         return
     later = [value for step, value in zip(curve.steps, curve.values, strict=True) if step > came]
     half = later[len(later) // 2 :]
-    slope = theil_sen(list(range(len(half))), half).value
-    if -slope * len(half) > _STANDS * curve.now:
+    if fall_of(half) > _STANDS * curve.now:
         return
     held_out = [one.loss for one in case.history.validations if one.step > came]
     if len(held_out) > 1 and held_out[-1] < min(entropy, (1 - _VALIDATION_FALLS) * held_out[0]):
@@ -105,7 +104,7 @@ def order_not_learned(case: Case) -> Iterator[Finding]:
     shuffled = case.cause("diagnosis.cause-shuffled-tokens", "data")
     small = case.cause("diagnosis.cause-small-model", "model")
     causes: tuple[Cause, ...]
-    low = case.cause("diagnosis.cause-rate-too-low", "training.optimizer.lr", lr=case.peak_rate)
+    low = case.rate_too_low()
     causes = (rate, shifted) if lost else (shifted, rate, shuffled, small)
     if case.spec.training.optimizer.traits.kind == "sgd":  # far slower than Adam on text
         causes = (low, shifted, shuffled, small)

@@ -114,11 +114,7 @@ def slow_work(case: Case) -> Iterator[Finding]:
     if seconds <= _SLOWER_RANK * others or excess < max(_EXCESS_SHARE * step, least):
         return
     evidence = {"rank": rank, "seconds": seconds, "others": others, "share": excess / step if step else 0.0}
-    causes = (
-        case.cause("diagnosis.cause-slow-node", rank=rank),
-        case.cause("diagnosis.cause-uneven-data", "data.loader.workers"),
-    )
-    yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "medium", causes)
+    yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "medium", case.slow_rank(rank))
 
 
 def throttled(case: Case) -> Iterator[Finding]:

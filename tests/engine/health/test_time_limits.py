@@ -63,11 +63,10 @@ def test_a_new_training_stage_has_the_limits_of_a_set_up_and_of_a_first_step(pip
         is_due=lambda step: step == 7, enter=lambda step, rate: entered.append(step), summary=lambda: {"stage": 2}
     )
     trainer: Any = SimpleNamespace(
-        heartbeat=heart,
+        context=SimpleNamespace(heartbeat=heart, report=lambda event, **values: None),
         stages=stages,
         profiler=SimpleNamespace(allowed_seconds=None),
         step_sync=SimpleNamespace(state_check=SimpleNamespace(forget=forgotten.append)),
-        _report=lambda event, **values: None,
     )
     for step in range(1, 10):
         Trainer._enter_stage(trainer, step, 1e-4)

@@ -141,9 +141,11 @@ def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
     average = WeightAverage(PlainEngine(), AveragingSpec.model_validate({"name": "ema", "every": 3}), STEPS)
     logged: list[set[str]] = []
     stand_in: Any = SimpleNamespace(
-        record=SimpleNamespace(
-            plan=SimpleNamespace(layout=SimpleNamespace(micro_batch_size=1, data_parallel=1, global_batch_size=1)),
-            spec=SimpleNamespace(evaluation=SimpleNamespace(batches=1)),
+        context=SimpleNamespace(
+            record=SimpleNamespace(
+                plan=SimpleNamespace(layout=SimpleNamespace(micro_batch_size=1, data_parallel=1, global_batch_size=1)),
+                spec=SimpleNamespace(evaluation=SimpleNamespace(batches=1)),
+            )
         ),
         readers={"source": [0]},
         shares={"source": 1.0},
