@@ -6,6 +6,7 @@ Pure: all ranks see the same numbers and have the same state. ``rollback`` acts 
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -45,18 +46,18 @@ class Outlier(NamedTuple):
 
 
 class _Detector:
-    """``remembers``: what checkpoints have of a detector, the names of its attributes; a window of steps is a list."""
+    """``remembers``: what checkpoints have of a detector, its attributes by key; a window of steps is a list."""
 
-    remembers: ClassVar[tuple[str, ...]]
+    remembers: ClassVar[Mapping[str, str]]
 
     def state_dict(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in self.remembers}
-        return {name: list(value) if isinstance(value, deque) else value for name, value in found.items()}
+        found = {key: getattr(self, name) for key, name in self.remembers.items()}
+        return {key: list(value) if isinstance(value, deque | list) else value for key, value in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self.remembers:
-            own = getattr(self, name)
-            setattr(self, name, deque(state[name], own.maxlen) if isinstance(own, deque) else state[name])
+        for key, name in self.remembers.items():
+            own, value = getattr(self, name), state[key]
+            setattr(self, name, deque(value, own.maxlen) if isinstance(own, deque) else copy(value))
 
 
 class SpikeGuard(_Detector):
@@ -66,7 +67,7 @@ class SpikeGuard(_Detector):
     are compared with ``least_loss`` where their median is below it, because ratios of small losses mean nothing.
     """
 
-    remembers = ("losses", "norms", "outliers", "healthy_steps")
+    remembers: ClassVar = {"losses": "losses", "norms": "norms", "outliers": "outliers", "healthy": "healthy_steps"}
 
     def __init__(self, factor: float, patience: int, least_loss: float = 0.0) -> None:
         self._factor, self._patience, self._least_loss = factor, patience, least_loss
@@ -159,7 +160,7 @@ class LossScaleCollapse(_Detector):
     Steps before the first one that was applied do not count: the scale has to find its level.
     """
 
-    remembers = ("_scales", "_settled", "_reported")
+    remembers: ClassVar = {"scales": "_scales", "settled": "_settled", "told": "_reported"}
 
     def __init__(self) -> None:
         self._scales: deque[float] = deque(maxlen=_SCALE_WINDOW_STEPS)
@@ -181,7 +182,7 @@ class LossScaleCollapse(_Detector):
 class DeadGradients(_Detector):
     """Detects gradient norms of zero or a millionth of the median, for ``patience`` steps in a row."""
 
-    remembers = ("_norms", "_reported")
+    remembers: ClassVar = {"norms": "_norms", "told": "_reported"}
 
     def __init__(self, patience: int) -> None:
         self._patience, self._norms, self._reported = patience, list[float](), False
@@ -207,7 +208,7 @@ class FlatLoss(_Detector):
     be flat because nothing is left to learn, so it is not checked again, nor for loaded weights.
     """
 
-    remembers = ("_first",)
+    remembers: ClassVar = {"first": "_first"}
 
     def __init__(self, warmup_steps: int) -> None:
         self._checked_at = max(_FLAT_AFTER_STEPS, warmup_steps + _RECENT_LOSSES)
@@ -247,8 +248,7 @@ class Guard:
         self._spikes = SpikeGuard(factor, patience, least_loss)
         self._scale, self._dead = LossScaleCollapse(), DeadGradients(patience)
         self._flat = FlatLoss(fresh_warmup_steps) if fresh_warmup_steps is not None else None
-        self._parts: dict[str, _Detector] = {"spikes": self._spikes, "scale": self._scale, "dead": self._dead}
-        self._parts |= {} if self._flat is None else {"flat": self._flat}
+        self._parts = {"spikes": self._spikes, "scale": self._scale, "dead": self._dead, "flat": self._flat}
 
     def observe(self, step: int, measured: Mapping[str, float]) -> tuple[StepStatus, list[GuardFinding]]:
         """Return the status of a step, and new findings.
@@ -294,8 +294,9 @@ class Guard:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        return {name: None if part is None else part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+            if part is not None:
+                part.load_state_dict(state[name])

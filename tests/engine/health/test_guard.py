@@ -78,5 +78,12 @@ def test_a_reported_failure_is_not_reported_again_after_a_resume() -> None:
     measured = {"loss": 6.0, "grad_norm": 0.0, "loss_scale": 2.0, "skipped": 0.0}
     names = [finding.event for step in range(1, 220) for finding in first.observe(step, measured)[1]]
     assert names == ["dead-gradients", "flat-loss"]
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    state = first.state_dict()
+    assert {name: list(part) for name, part in state.items()} == {  # the keys that checkpoints have
+        "spikes": ["losses", "norms", "outliers", "healthy"],
+        "scale": ["scales", "settled", "told"],
+        "dead": ["norms", "told"],
+        "flat": ["first"],
+    }
+    second.load_state_dict(json.loads(json.dumps(state)))
     assert [second.observe(step, measured)[1] for step in range(220, 300)] == [[]] * 80
