@@ -38,7 +38,7 @@ from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.sources.places import RemoteFile, is_remote, naming_key
 from scaletrain_cli.data.sources.records import SourceFile, columns_of
 from scaletrain_cli.data.steps.score import score_problem
-from scaletrain_cli.data.tokenizers.given import tokenizer_content
+from scaletrain_cli.data.tokenizers.load import tokenizer_content
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document

@@ -42,7 +42,8 @@ from scaletrain_cli.engine.metrics.reporting import LedgerClock
 from scaletrain_cli.engine.metrics.step_measures import DataWaits, DeferredMetrics
 from scaletrain_cli.engine.model.base import VisionModel
 from scaletrain_cli.engine.model.vision.batch_norm import statistics_of
-from scaletrain_cli.engine.objectives.base import Objective, first_loss
+from scaletrain_cli.engine.objectives.base import Objective
+from scaletrain_cli.engine.objectives.dpo import first_loss
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh

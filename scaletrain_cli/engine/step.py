@@ -19,7 +19,8 @@ from scaletrain_cli.engine.metrics.trace import UPDATE
 from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.moe import scale_router_losses, update_correction_biases
 from scaletrain_cli.engine.model.vision.batch_norm import average_statistics
-from scaletrain_cli.engine.objectives.base import DPO, Inputs, Joined, RowLosses
+from scaletrain_cli.engine.objectives.base import Inputs, Joined, RowLosses
+from scaletrain_cli.engine.objectives.dpo import DPO
 from scaletrain_cli.engine.optim.clipping import AdaptiveClip, clip, clip_elements, gradient_norm
 from scaletrain_cli.engine.optim.deepspeed_optimizer import loss_scale, step_was_skipped
 from scaletrain_cli.engine.parallel.mesh import Mesh

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from scaletrain_cli.data.tokenizers.chat_templates import template_files
 from scaletrain_cli.data.tokenizers.files import load_tokenizer, parsed_tokenizer, special_tokens, tokenizer_file
-from scaletrain_cli.data.tokenizers.given import tokenizer_content
+from scaletrain_cli.data.tokenizers.load import tokenizer_content
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, OUTER, WEIGHT
 from scaletrain_cli.engine.data.images.reading import caption_tokens

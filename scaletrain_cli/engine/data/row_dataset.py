@@ -16,7 +16,7 @@ from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.prepared import find_run_datasets
 from scaletrain_cli.data.token_files import DTYPES
 from scaletrain_cli.data.tokenizers.chat_templates import TemplateFiles, template_files
-from scaletrain_cli.data.tokenizers.given import tokenizer_identity
+from scaletrain_cli.data.tokenizers.load import tokenizer_identity
 from scaletrain_cli.engine.data.dataset import SPLITS, DatasetInfo, map_numbers, seal_of
 from scaletrain_cli.engine.data.row_source import rows_content
 from scaletrain_cli.engine.data.rows import LARGE_FILES, RowSequences, open_row_images

@@ -19,7 +19,7 @@ from scaletrain_cli.data.sources.rows import Tally
 from scaletrain_cli.data.token_files import DTYPES
 from scaletrain_cli.data.tokenizers.chat_templates import CHATML_TOKENS, TemplateFiles, template_files
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
-from scaletrain_cli.data.tokenizers.given import given_tokenizer
+from scaletrain_cli.data.tokenizers.load import given_tokenizer
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, ImageTokens, image_tokens
 from scaletrain_cli.engine.data.dataset import SPLITS, seal_of
 from scaletrain_cli.engine.data.row_dataset import PARTS, SCHEMA, RowsInfo, template_hash

@@ -1,6 +1,7 @@
 """Training objectives: what a batch holds, and how it becomes a loss and measures. By name in two registries."""
 
-from scaletrain_cli.engine.objectives.base import DPO, NextToken, Objective
+from scaletrain_cli.engine.objectives.base import NextToken, Objective
+from scaletrain_cli.engine.objectives.dpo import DPO
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plugins import load_reference
 from scaletrain_cli.spec import LlavaSpec, RunSpec

@@ -267,7 +267,7 @@ def token_ids_of(path: Path, spec: RunSpec) -> dict[str, int]:
     with open_to_read(path) as file:
         given = file.read()
     if spec.data.tokenizer.kind in ("sentencepiece", "tiktoken"):
-        from scaletrain_cli.data.tokenizers.given import token_ids  # loads the library
+        from scaletrain_cli.data.tokenizers.load import token_ids  # loads the library
 
         return token_ids(given, spec.data.tokenizer.model_copy(update={"path": str(path)}))
     from scaletrain_cli.data.tokenizers.files import with_files_beside

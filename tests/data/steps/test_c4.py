@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.data.steps import Kept, Removed
-from scaletrain_cli.data.steps.gopher import sentences_in
+from scaletrain_cli.data.steps.quality_filters import sentences_in
 from scaletrain_cli.errors import UsageError
 from tests.data.steps.sections import rule, run, section, step, text_after
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.data.tokenizers.files import TokenizerError, load_tokenizer, parsed_tokenizer, special_tokens
-from scaletrain_cli.data.tokenizers.given import given_tokenizer, tokenizer_content, tokenizer_identity
+from scaletrain_cli.data.tokenizers.load import given_tokenizer, tokenizer_content, tokenizer_identity
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.resource_checks.files import token_ids_of, tokenizer_problem
 from scaletrain_cli.spec.data import TokenizerSpec

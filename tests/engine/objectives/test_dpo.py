@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.objectives import OBJECTIVES, OF_IMAGES
-from scaletrain_cli.engine.objectives.base import first_loss, preference_loss
+from scaletrain_cli.engine.objectives.dpo import first_loss, preference_loss
 from scaletrain_cli.engine.objectives.reference import ReferenceFile, ReferencePass, reference_key
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus

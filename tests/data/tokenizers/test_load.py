@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.tokenizers.files import TokenizerError
-from scaletrain_cli.data.tokenizers.given import ENCODINGS, token_ids, tokenizer_content, tokenizer_identity
+from scaletrain_cli.data.tokenizers.load import ENCODINGS, token_ids, tokenizer_content, tokenizer_identity
 from scaletrain_cli.launch.resource_checks.files import tokenizer_problem
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import TokenizerSpec
