@@ -283,17 +283,21 @@ def _forward_ports(node: LoginNode, line: CommandLine) -> int:
     """Listen at ports of this machine; the verb there becomes the connection to the node of the run."""
     from scaletrain_cli.cli.port_forward import forward
     from scaletrain_cli.launch.backends.base import NodeCommand
-    from scaletrain_cli.launch.login_node.ssh import command_of, script_of
+    from scaletrain_cli.launch.login_node.ssh import NOT_FOUND, command_of, not_installed, script_of
     from scaletrain_cli.launch.node_session import port_pair
 
     pairs = [port_pair(text) for text in line.params["ports"]]
-    words = command_of(node, script_of(node, line.quoted), "-T")
+    # A version that lacks the option refuses it, and opens no port there.
+    script = script_of(node, [*line.verb, "--streams", *line.quoted[len(line.verb) :]])
+    there = NodeCommand(tuple(command_of(node, script, "-T")), asks=True)
     try:
-        forward(NodeCommand(tuple(words)), f"{line.params['run']} through {node.ssh}", pairs)
+        forward(lambda: there, f"{line.params['run']} through {node.ssh}", pairs)
     except SchedulerError as error:
         code = error.reason.params.get("exit_code") if error.reason is not None else None
         if code in (ExitCode.USAGE, ExitCode.SCHEDULER):  # the verb there has said why
             return int(code)
+        if code == NOT_FOUND:
+            raise not_installed(node) from error
         raise
     return ExitCode.DONE
 

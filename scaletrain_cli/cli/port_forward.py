@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -12,7 +12,6 @@ import typer
 from scaletrain_cli.cli.options import OneNode, RunName
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import find_run
-from scaletrain_cli.sent_run import sent
 from scaletrain_cli.ui.console import say, warn
 
 if TYPE_CHECKING:
@@ -32,29 +31,30 @@ def command(
         ),
     ],
     node: OneNode = None,
+    streams: Annotated[bool, typer.Option("--streams", hidden=True)] = False,
 ) -> None:
     """Reach ports of a node of a running run from this machine, e.g. port 6006 of a TensorBoard.
 
     Listens at 127.0.0.1 only, and needs no right beyond those of the job's owner. A program on the node must listen at
     its loopback address or at all addresses. Ctrl-C ends it with 0; the end of the run ends it with 4.
     """
-    from scaletrain_cli.launch.node_session import ADDRESS, command_on_node, node_of_run, port_pair
+    from scaletrain_cli.launch.node_session import ADDRESS, become, command_on_node, node_of_run, port_pair
 
     pairs = [port_pair(text) for text in ports]
     found = find_run(run)
     record, place = node_of_run(found, node)
-    if sent().here:  # the ports are those of the machine that sent this, and speaks with the node through this process
-        there = command_on_node(found, record, place)
-        os.execvpe(there.words[0], there.words, os.environ if there.environment is None else there.environment)
+    connect = partial(command_on_node, found, record, place)
+    if streams:  # a machine that reached this one by ssh has the ports, and speaks with the node through this process
+        become(connect())
     here = [pair for pair in pairs if record.spec.cluster.traits.runs_here and pair.local == pair.remote]
     for pair in here:
         say(f"{found.run_id} runs on this machine: its port {pair.remote} is at {ADDRESS}:{pair.remote} already")
     away = [pair for pair in pairs if pair not in here]
     if away:
-        forward(command_on_node(found, record, place), place.name, away)
+        forward(connect, place.name, away)
 
 
-def forward(command: NodeCommand, where: str, pairs: Sequence[PortPair]) -> None:
+def forward(connect: Callable[[], NodeCommand], where: str, pairs: Sequence[PortPair]) -> None:
     """Forward ports through a session with a node until Ctrl-C. Raises the errors of forward_ports()."""
     from scaletrain_cli.launch.node_session import ADDRESS, forward_ports
 
@@ -64,7 +64,7 @@ def forward(command: NodeCommand, where: str, pairs: Sequence[PortPair]) -> None
     before = {signum: signal.signal(signum, _interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         say("Ctrl-C ends the forwarding")
-        forward_ports(command, where, pairs, opened, lambda why: warn(str(why)))
+        forward_ports(connect, where, pairs, opened, lambda why: warn(str(why)))
     except KeyboardInterrupt:
         return
     finally:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
@@ -121,6 +121,17 @@ def command_on_node(run: RunDir, record: RunRecord, node: JobNode) -> NodeComman
         return backend.node_command(run, record, node)
 
 
+def become(command: NodeCommand) -> NoReturn:
+    """Replace this process, whose standard streams then are those of the session. Raises SchedulerError and OSError."""
+    _require(command)
+    os.execvpe(command.words[0], command.words, os.environ if command.environment is None else command.environment)
+
+
+def _require(command: NodeCommand) -> None:
+    if shutil.which(command.words[0]) is None:
+        raise SchedulerError(Reason("launch.session-no-command", {"command": command.words[0]}))
+
+
 @contextlib.contextmanager
 def open_session(
     command: NodeCommand,
@@ -135,9 +146,9 @@ def open_session(
     ``within_seconds``: until the far end has answered; None: no limit. Raises as node_session().
     """
     words = command.words
-    if shutil.which(words[0]) is None:
-        raise SchedulerError(Reason("launch.session-no-command", {"command": words[0]}))
-    # In a session of its own: Ctrl-C is for the command on the node, to which it is passed on.
+    _require(command)
+    # In a session of its own: Ctrl-C is for the command on the node, to which it is passed on. To ask it needs
+    # the terminal.
     process = subprocess.Popen(
         words,
         env=command.environment,
@@ -145,7 +156,7 @@ def open_session(
         stdout=subprocess.PIPE,
         stderr=errors,
         bufsize=0,
-        start_new_session=True,
+        start_new_session=not command.asks,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -389,7 +400,7 @@ def port_pair(text: str) -> PortPair:
 
 
 def forward_ports(
-    command: NodeCommand,
+    connect: Callable[[], NodeCommand],
     where: str,
     pairs: Sequence[PortPair],
     on_open: Callable[[PortPair], None],
@@ -397,13 +408,14 @@ def forward_ports(
 ) -> None:
     """Forward connections until the process is interrupted, which closes all of them (KeyboardInterrupt).
 
-    ``on_open`` gets each pair once it is served, with the local port that it has; ``on_refusal`` gets, in another
-    thread, why a connection could not be opened on the node. Raises UsageError if a local port is in use, and the
-    errors of open_session(); SchedulerError when the connection to the node is lost, as at the end of the run.
+    ``connect`` returns the command for open_session(). ``on_open`` gets each pair once it is served, with the local
+    port that it has; ``on_refusal`` gets, in another thread, why a connection could not be opened on the node. Raises
+    UsageError if a local port is in use, and the errors of open_session(); SchedulerError when the connection to the
+    node is lost, as at the end of the run.
     """
     with contextlib.ExitStack() as open_ports:
         listeners = [(open_ports.enter_context(_listener(pair.local)), pair.remote) for pair in pairs]
-        with open_session(command, where, {"ports": True}) as session:
+        with open_session(connect(), where, {"ports": True}) as session:
             forwarding = _Forwarding(session, on_refusal)
             for listener, remote in listeners:
                 on_open(PortPair(listener.getsockname()[1], remote))

@@ -28,7 +28,7 @@ from scaletrain_cli.plan.result import (
 from scaletrain_cli.plan.speed.kernels import generation
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.project_files import packaged_data
-from scaletrain_cli.spec import LlavaSpec, RunSpec
+from scaletrain_cli.spec import ClipSpec, RunSpec
 from scaletrain_cli.spec.loader_processes import decodes_beside_gpus
 
 # Models with fewer parameters keep no GPU busy, and the host sets the pace: 12 layers of 512 channels, for example.
@@ -77,9 +77,8 @@ def regime_of(spec: RunSpec, layout: Layout) -> str:
     """
     workload = workload_of(spec.model)
     if not workload.counts_tokens:
-        # The language model of LLaVA takes seconds for each image.
-        decodes = decodes_beside_gpus(spec) and not isinstance(spec.model, LlavaSpec)
-        return "decoded images" if decodes else "images"
+        # Rates with files to decode were published for CLIP alone.
+        return "decoded images" if decodes_beside_gpus(spec) and isinstance(spec.model, ClipSpec) else "images"
     if part := workload.unmeasured_part(spec.model):
         return part
     if layout.local_sgd_groups > 1:

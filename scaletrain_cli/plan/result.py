@@ -353,7 +353,7 @@ class Sanity:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A layout that was considered, and why it was not chosen."""
+    """A layout that was considered, and why it was not chosen. ``step_seconds``: without waiting for data."""
 
     layout: Layout
     step_seconds: float

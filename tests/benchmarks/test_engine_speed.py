@@ -44,9 +44,8 @@ def test_the_model_of_a_rival_ties_its_head_as_the_engine_does() -> None:
     assert spec.transformer.tie_word_embeddings
     own = outline(spec.transformer).to_empty(device="cpu")
     own.tie()
-    trainer: Any = SimpleNamespace(
-        record=SimpleNamespace(spec=spec), device=torch.device("cpu"), composed=SimpleNamespace(model=own)
-    )
+    context = SimpleNamespace(spec=spec, device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(context=context, composed=SimpleNamespace(model=own))
     assert elements_of(model_of(trainer)) == elements_of(own) == parameter_count(spec.transformer)
 
 

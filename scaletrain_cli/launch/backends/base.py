@@ -167,10 +167,11 @@ class ViewWaitsError(SchedulerError):
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """A command line, and its environment; None: that of this process."""
+    """A command line, and its environment; None: that of this process. ``asks``: it may ask for a password."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str] | None = None
+    asks: bool = False
 
 
 def session_words(run_folder: Path | str, node: JobNode) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.code import Snapshot
 
 _SSH_FAILED = 255  # exit code of ssh for its own errors
-_NOT_FOUND = 127  # of a shell, for a command that does not exist
+NOT_FOUND = 127  # of a shell, for a command that does not exist
 _LONGEST_SOCKET = 107  # bytes of a Unix socket's path
 _SOCKET_NAME = 40 + 1 + 16  # %C, and the suffix while ssh creates it
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
@@ -82,14 +82,13 @@ def run_interactively(node: LoginNode, script: str, *, of_command: bool = False)
     not known what the script did, and SchedulerError if ScaleTrain is not installed there.
     """
     terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-    # ssh would end each verb with "Shared connection to ... closed."
-    code = subprocess.run(command_of(node, script, *(("-t", "-oLogLevel=ERROR") if terminal else ("-T",)))).returncode
+    code = subprocess.run(command_of(node, script, "-t" if terminal else "-T")).returncode
     if of_command:
         return code if code >= 0 else 128 - code
     if code == _SSH_FAILED:
         raise SchedulerSilentError(Reason("login_node.cut", {"host": node.ssh}))
-    if code == _NOT_FOUND:
-        raise _not_installed(node)
+    if code == NOT_FOUND:
+        raise not_installed(node)
     return code if code >= 0 else 128 - code
 
 
@@ -101,22 +100,23 @@ def output_of(node: LoginNode, script: str, sent: bytes = b"") -> str:
         done = subprocess.run(command, input=sent, stdout=subprocess.PIPE, stderr=errors)
         errors.seek(0)
         said = " ".join(errors.read().decode(errors="replace").split())[-500:]
-    if done.returncode == _NOT_FOUND:
-        raise _not_installed(node)
+    if done.returncode == NOT_FOUND:
+        raise not_installed(node)
     if done.returncode:
         code = "login_node.unreachable" if done.returncode == _SSH_FAILED else "login_node.failed"
         raise SchedulerError(Reason(code, {"host": node.ssh, "said": said, "exit_code": done.returncode}))
     return done.stdout.decode(errors="replace")
 
 
-def _not_installed(node: LoginNode) -> SchedulerError:
+def not_installed(node: LoginNode) -> SchedulerError:
+    """Return the error for a login node without ScaleTrain."""
     params = {"host": node.ssh, "command": node.scaletrain or "scaletrain", "cluster": node.cluster}
     return SchedulerError(Reason("login_node.not-installed", params))
 
 
-def command_of(node: LoginNode, script: str, *options: str) -> list[str]:
+def command_of(node: LoginNode, script: str, terminal: str) -> list[str]:
     # sh, since the login shell of the user may be another one.
-    return ["ssh", *options, *_ALIVE, *_sharing(node), "--", node.ssh, f"exec sh -c {shlex.quote(script)}"]
+    return ["ssh", terminal, *_ALIVE, *_sharing(node), "--", node.ssh, f"exec sh -c {shlex.quote(script)}"]
 
 
 @functools.cache
@@ -226,7 +226,7 @@ def send(node: LoginNode, bundle: Bundle) -> None:
     if bundle.code:  # the same code stays as it is: a verb whose connection was cut may be reading it
         new = f"{place}.new/{_CODE}"
         steps.append(f"(diff -rq {new} {code} >/dev/null 2>&1 || (rm -rf {code} && mv {new} {code}))")
-    steps += [f"rm -rf {place}.new", f"(command -v {_command_there(node)} >/dev/null || exit {_NOT_FOUND})"]
+    steps += [f"rm -rf {place}.new", f"(command -v {_command_there(node)} >/dev/null || exit {NOT_FOUND})"]
     failed = f"{{ code=$?; rm -rf {place} {place}.new; exit $code; }}"
     output_of(node, f"{' && '.join(steps)} || {failed}", tar_of(unpacked))
 

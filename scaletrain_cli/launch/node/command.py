@@ -26,7 +26,17 @@ from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records
-from scaletrain_cli.launch.node.streams import Frame, Incoming, Kind, Link, Outgoing, PortServer, read_from, write_to
+from scaletrain_cli.launch.node.streams import (
+    MOST_BYTES,
+    Frame,
+    Incoming,
+    Kind,
+    Link,
+    Outgoing,
+    PortServer,
+    read_from,
+    write_to,
+)
 from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
@@ -218,7 +228,7 @@ class Command:
     size: Sequence[int] | None
     _process: subprocess.Popen[bytes] = field(init=False)
     _outputs: dict[int, Outgoing] = field(default_factory=dict, init=False)
-    _copies: dict[int, threading.Thread] = field(default_factory=dict, init=False)  # by the descriptor they read
+    _copies: dict[int, tuple[threading.Thread, Outgoing]] = field(default_factory=dict, init=False)  # by descriptor
     _input: Incoming = field(init=False)
     _terminal: int | None = field(default=None, init=False)
 
@@ -251,13 +261,12 @@ class Command:
             reads = {STDOUT: own}
         for channel, descriptor in reads.items():
             outgoing = self._outputs[channel] = Outgoing(self.link, channel)
-            self._copies[descriptor] = threading.Thread(
-                target=outgoing.copy, args=(read_from(descriptor),), daemon=True
-            )
+            copy = threading.Thread(target=outgoing.copy, args=(read_from(descriptor),), daemon=True)
+            self._copies[descriptor] = (copy, outgoing)
 
     def copy_output(self) -> None:
         """Begin to send the output."""
-        for copy in self._copies.values():
+        for copy, _ in self._copies.values():
             copy.start()
 
     def _popen(self, **streams: Any) -> subprocess.Popen[bytes]:
@@ -300,22 +309,31 @@ class Command:
     def wait(self) -> int:
         """Wait for the process and its output; return its exit code, 128 and its number for a signal.
 
-        All that it has written is sent, however slowly the other end takes it.
+        All that it has written is sent, however slowly the other end takes it, and not all that a background process
+        still writes.
         """
         code = self._process.wait()
         since = time.monotonic()
-        while open_outputs := [descriptor for descriptor, copy in self._copies.items() if copy.is_alive()]:
-            if select.select(open_outputs, (), (), 0)[0]:  # not sent yet, or at its end
+        # What is unread, and what a thread has read and not sent yet.
+        ends = {each: out.sent + _unread(each) + MOST_BYTES for each, (_, out) in self._copies.items()}
+        while left := [each for each, (copy, out) in self._copies.items() if copy.is_alive() and out.sent < ends[each]]:
+            if select.select(left, (), (), 0)[0]:  # not sent yet, or at its end
                 since = time.monotonic()
             elif time.monotonic() >= since + _QUIET_SECONDS:
                 break
-            self._copies[open_outputs[0]].join(_LOOK_SECONDS)
+            self._copies[left[0]][0].join(_LOOK_SECONDS)
         return code if code >= 0 else 128 - code
 
     def _resize(self, rows: int, columns: int) -> None:
         if self._terminal is not None:
             with contextlib.suppress(OSError):
                 fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+def _unread(descriptor: int) -> int:
+    """Return the bytes that a pipe or terminal holds."""
+    count = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4)
+    return int.from_bytes(count, sys.byteorder)
 
 
 if __name__ == "__main__":

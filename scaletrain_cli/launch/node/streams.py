@@ -20,7 +20,7 @@ from typing import Any
 from scaletrain_cli.reasons import Reason
 
 WINDOW_BYTES = 1 << 18
-_MOST_BYTES = 1 << 15  # in one frame
+MOST_BYTES = 1 << 15  # in one frame
 _HEADER = struct.Struct(">BII")
 _NUMBER = struct.Struct(">I")
 # The first line of the node's end: what programs print before it, such as `module load`, is not part of the streams.
@@ -144,6 +144,7 @@ class Outgoing:
         self._window = WINDOW_BYTES
         self._changed = threading.Condition()
         self._is_closed = False
+        self.sent = 0  # bytes
 
     def copy(self, read: Callable[[int], bytes]) -> None:
         """Send what ``read`` returns, which takes a number of bytes, up to its end (no bytes, or OSError)."""
@@ -158,6 +159,7 @@ class Outgoing:
                 self._window -= len(data)
             if not self._link.send(Kind.DATA, self._channel, data):
                 return
+            self.sent += len(data)
         self._link.send(Kind.END, self._channel)
 
     def taken(self, count: int) -> None:
@@ -176,7 +178,7 @@ class Outgoing:
         """Wait until bytes may be sent; return how many, 0 after close()."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._window > 0)
-            return 0 if self._is_closed else min(self._window, _MOST_BYTES)
+            return 0 if self._is_closed else min(self._window, MOST_BYTES)
 
 
 class Incoming:

@@ -14,7 +14,7 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec
-from scaletrain_cli.spec.loader_processes import set_cores
+from scaletrain_cli.spec.loader_processes import CORES_PER_GPU, set_cores
 from scaletrain_cli.text import nearest_name
 
 HOPPER = 9.0  # CUDA compute capability
@@ -40,7 +40,8 @@ class Accelerator:
     multiprocessors: int  # 0: unknown
     network: str  # name in the network catalogue: the links between nodes of the manufacturer's reference system
     source: str
-    host_cores: int  # of the usual server, for each of its devices: physical cores, and the peak rate of its memory
+    host_gpus: int  # of the usual server
+    host_cores: int  # of that server for each of them: physical cores, and the peak rate of its memory
     host_memory_bandwidth: float
     is_cpu: bool = False
     package: int = 1  # devices with faster links among each other than ``intra_node_bandwidth``, and the rate of these
@@ -123,17 +124,18 @@ def stated_rate(given: float | Literal["auto"], usual: float) -> float:
 def rank_cores(spec: RunSpec) -> int:
     """Return the CPU cores of each rank, for the processes that read its data and for an optimizer on the CPU.
 
-    ``auto``: those of the device's usual server. The node agent divides the cores of a node among its ranks, too
-    (launch/node/ranks.py ``rank_environment``).
+    ``auto``: those of the device's usual server, which the node agent divides among the ranks
+    (launch/node/ranks.py ``rank_environment``), and at least what a job requests.
     """
-    given = set_cores(spec)
-    return find_accelerator(spec.cluster).host_cores if given is None else given
+    given, device = set_cores(spec), find_accelerator(spec.cluster)
+    return given or (device.host_cores if device.is_cpu else max(device.host_cores, CORES_PER_GPU))
 
 
 def _host(name: str) -> dict[str, Any]:
     """Return the cores of a server and the bandwidth of its memory, for each of its devices."""
     row = packaged_data("plan/catalogue/hardware.json")["hosts"][name]
     return {
+        "host_gpus": row["gpus"],
         "host_cores": row["cores"] // row["gpus"],
         "host_memory_bandwidth": row["memory_bandwidth"] / row["gpus"],
     }

@@ -53,6 +53,8 @@ class Framework:
     reduces_after_backward: ClassVar[bool] = False
     # Whether ZeRO-2 gathers weights per micro-batch and keeps them from the forward to the backward pass.
     gathers_per_micro_batch: ClassVar[bool] = False
+    # With a pipeline, ranks gather weights and reduce gradients once per step, at any stage.
+    keeps_whole_in_pipeline: ClassVar[bool] = False
     # Whether every tensor rank sends the full activation to the next stage, unless norms are sharded; otherwise each
     # sends its share (arXiv:2104.04473, section 4.1).
     sends_whole_boundary: ClassVar[bool] = False

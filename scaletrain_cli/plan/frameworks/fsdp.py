@@ -64,6 +64,8 @@ class Fsdp(Framework):
     profile = _PROFILE
     # SHARD_GRAD_OP keeps the weights from the forward to the backward pass.
     gathers_per_micro_batch = True
+    # torch's stages set neither resharding nor reduction before the last micro-batch (distributed/pipelining/stage.py).
+    keeps_whole_in_pipeline = True
     sends_whole_boundary = True
     # torchtitan's mode saves attention and every second product (activation_checkpoint.py).
     selective_mode = "operations"

@@ -193,7 +193,7 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
     rest = [candidate for candidate in sized if candidate.layout != chosen.layout]
     rest.sort(key=lambda c: (not c.memory.fits, c.busy_seconds if c.memory.fits else c.memory.peak, simplicity(c)))
     return tuple(
-        Alternative(c.layout, c.time.step, c.memory.peak, c.memory.fits, reason(c, chosen, contrastive=contrastive))
+        Alternative(c.layout, c.busy_seconds, c.memory.peak, c.memory.fits, reason(c, chosen, contrastive=contrastive))
         for c in rest[:MOST_ALTERNATIVES]
     )
 

@@ -114,7 +114,7 @@ def data_traffic(
     whole = framework.reduces_whole_gradients and stage <= 2
     reduce = link.reduce(gradients, ranks, stride) if whole else link.gather(gradients, ranks, stride)
     reduced = (2 if whole else 1) * gradients
-    if stage == 1:
+    if stage == 1 or (layout.pipeline_parallel > 1 and framework.keeps_whole_in_pipeline):
         return DataTraffic(0.0, 0.0, reduce, gather, int((reduced + weights) * part))
     if stage == 2:
         # The gradients of every micro-batch are reduced.

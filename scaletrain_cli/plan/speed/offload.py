@@ -71,5 +71,7 @@ def host_update_seconds(spec: RunSpec, device: Accelerator, updated: int) -> flo
     copied = updated * weight_bytes(spec.training.precision) / (device.host_bandwidth * _LINK_SHARE)
     given = spec.env.get("OMP_NUM_THREADS", "")  # else the node agent sets it to the cores of a rank
     threads = max(1, int(given)) if given.isdecimal() else rank_cores(spec)
-    memory_rate = device.host_memory_bandwidth * _HOST_SHARE
+    # A rank with the cores of several GPUs also has their share of the memory, as far as no other rank has it.
+    shares = max(1.0, min(rank_cores(spec) / device.host_cores, device.host_gpus / spec.cluster.gpus_per_node))
+    memory_rate = shares * device.host_memory_bandwidth * _HOST_SHARE
     return copied + updated * _UPDATE_BYTES / min(threads * THREAD_BANDWIDTH, _PROCESS_BANDWIDTH, memory_rate)

@@ -33,7 +33,7 @@ from scaletrain_cli.plan.workloads.base import Workload
 from scaletrain_cli.plan.workloads.text import TextWorkload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
-from scaletrain_cli.spec.loader_processes import decodes_beside_gpus, decodes_images, set_cores
+from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, decodes_images, set_cores
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.sources import MOST_WORKERS
 
@@ -63,6 +63,9 @@ def loader_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reaso
             yield Reason("plan.too-few-cores-for-images", needs)
         elif time.data_wait:
             yield Reason("plan.images-need-cores", {**needs, **wait})
+    elif set_cores(spec) is None and decodes_beside_gpus(spec) and cores_per_rank(spec) < feed.workers + automatic:
+        needs |= {"needed": feed.workers + automatic, "cores": cores, "requested": cores_per_rank(spec)}
+        yield Reason("plan.job-requests-few-cores", needs)
 
 
 def _about_batch_norm(spec: RunSpec, layout: Layout) -> Iterator[Reason]:

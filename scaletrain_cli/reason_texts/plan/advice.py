@@ -41,6 +41,9 @@ TEXTS: Texts = {
     "images-need-cores": "cluster.cpus_per_gpu: auto counts as {cores} cores for each GPU: a rank needs {rate:,.0f} "
     "images/s, and a core decodes and augments about {core_rate:,.0f}; a step waits {wait:seconds} ({share:.0%} of "
     "it) for images, unless the nodes give more cores. Set cluster.cpus_per_gpu to {needed}",
+    "job-requests-few-cores": "cluster.cpus_per_gpu: auto: the images of a rank need {needed} cores, and the plan "
+    "counts on the {cores} of a usual server; from Kubernetes, and from Slurm where it is not known what a node has, "
+    "the job requests {requested} for each GPU. Set cluster.cpus_per_gpu to {needed}",
     "images-exceed-storage": "each node reads {images:,.0f} images/s of about {image_bytes:bytes}: {needed:bytes}/s, "
     "more than cluster.storage_bandwidth = {given:bytes}/s; a step waits {wait:seconds}. Copy the data to local "
     "disks, or prepare smaller images",

@@ -222,6 +222,17 @@ def test_a_cancel_that_fails_changes_nothing(controller: Controller, made: MadeR
     assert not made.events("cancelled")
 
 
+def test_a_suspended_job_is_resumed_before_its_ranks_are_signaled(controller: Controller, made: MadeRun) -> None:
+    submit_run(made.run, made.record, SLURM)
+    controller.becomes("SUSPENDED")
+    SLURM.cancel(made.run, made.record)
+    assert [call for call in controller.calls if call.startswith(("scontrol resume", "scancel"))] == [
+        "scontrol resume 100",
+        "scancel --signal=TERM 100",
+    ]
+    assert made.run.is_cancelled
+
+
 def test_a_suspended_job_that_the_user_may_not_resume_is_not_changed(controller: Controller, made: MadeRun) -> None:
     submit_run(made.run, made.record, SLURM)
     controller.becomes("SUSPENDED")
