@@ -100,6 +100,12 @@ def test_each_framework_has_its_own_traffic(framework: str, stage: int, expected
     assert data_bytes(framework, stage) == expected
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fsdp_gathers_and_reduces_once_per_step_with_a_pipeline(stage: int) -> None:
+    """As its memory: torch's stages keep weights and gradients whole until the last micro-batch."""
+    assert data_bytes("fsdp", stage, layout__pipeline_parallel=2, cluster__nodes=2) == (2 + 4) * 7_000_000
+
+
 def test_overlapped_communication_slows_compute() -> None:
     assert exposed(1.0, 10.0, 1.0) == pytest.approx(CONTENTION)
     assert exposed(1.0, 10.0, 0.0) == 1.0

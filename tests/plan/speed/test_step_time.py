@@ -153,6 +153,9 @@ def test_the_update_on_the_host_has_the_cores_and_the_memory_of_the_usual_server
     assert seconds(new) == pytest.approx(48e9 / (14 * 2.5e9))
     threads = new.model_copy(update={"env": {"OMP_NUM_THREADS": "2"}})
     assert seconds(threads) == pytest.approx(48e9 / 5e9)
+    # With the cores of its eight GPUs one rank has all the memory too, and is limited by what a process reaches.
+    alone = spec_of("llama-7b", cluster__gpu="v100-sxm2-32gb", cluster__gpus_per_node=1, cluster__cpus_per_gpu=40)
+    assert seconds(alone) == pytest.approx(48e9 / 35e9)
     pod = spec_of("llama-7b", cluster__scheduler="kubernetes", cluster__kubernetes={"cpus_per_node": 24})
     assert (rank_cores(pod), seconds(pod)) == (3, pytest.approx(48e9 / 7.5e9))
 
