@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.base import CausalLM
-from scaletrain_cli.engine.model.llama import RMSNorm
+from scaletrain_cli.engine.model.norm import RMSNorm
 from scaletrain_cli.engine.model.rope import tables_of_layers
 from scaletrain_cli.spec import parse_spec
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from scaletrain_cli.data.steps.score import Language
+from scaletrain_cli.data.steps.language import Language
 from scaletrain_cli.spec.preparation import LANGUAGES, LanguageSpec
 
 LENGTHS = (50, 150, 550, 2000)

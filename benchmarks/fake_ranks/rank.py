@@ -30,7 +30,7 @@ from fake_ranks.many_ranks import without_loops_over_ranks
 from scaletrain_cli.engine import compose as compose_module
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.batches import MicroBatch
-from scaletrain_cli.engine.model import llama
+from scaletrain_cli.engine.model import norm
 from scaletrain_cli.engine.optim import optimizers
 from scaletrain_cli.engine.parallel import sequence
 from scaletrain_cli.engine.parallel.mesh import ShardSpec, build_mesh, coordinates_of
@@ -141,7 +141,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None),
         patch.object(F, "scaled_dot_product_attention", _flash_attention),
         patch.object(sequence, "_Kernel", _FlashKernel),
-        patch.object(llama, "has_kernel", lambda x, weight: weight.dtype == x.dtype),
+        patch.object(norm, "has_kernel", lambda x, weight: weight.dtype == x.dtype),
         patch.dict(optimizers.BUILDERS, builders),
         patch.object(compose_module, "_sharded_model", _outlined),
         patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module),  # all are on the device already

@@ -13,8 +13,8 @@ from typing import Any
 
 from scaletrain_cli.data.sources.formats import FILES_READ, Beginning, read_beginning
 from scaletrain_cli.data.sources.listing import source_files
-from scaletrain_cli.data.sources.places import is_remote
 from scaletrain_cli.data.sources.records import Columns, Record, SourceFile, TokenRecord
+from scaletrain_cli.data.sources.stores import is_remote
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.rundir.documents import read_document

@@ -1,49 +1,34 @@
 """The prepared data of a spec or a run: which datasets there are, and preparing those that are missing."""
 
 import contextlib
-import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from scaletrain_cli.available_memory import available_bytes
-from scaletrain_cli.data.content import (
-    FileRange,
-    ReadHashes,
-    combined_content,
-    embedded_content,
-    hash_range,
-    hashes_from_ranges,
-    known_hashes,
-    ranges_of,
-    read_hashes,
-)
-from scaletrain_cli.data.drafts import write_whole
+from scaletrain_cli.data.content import ReadHashes, combined_content, embedded_content, known_hashes, read_hashes
 from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
 from scaletrain_cli.data.images.prepared import find_image_datasets, is_of_images, prepare_image_datasets
 from scaletrain_cli.data.pipeline.chain import forget_steps
-from scaletrain_cli.data.pipeline.claims import Claims, Timing
-from scaletrain_cli.data.pipeline.decisions import chained
+from scaletrain_cli.data.pipeline.contents import shared_reading
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare, prepared
 from scaletrain_cli.data.pipeline.report import NAME as REPORT
-from scaletrain_cli.data.pipeline.schedule import Progress, Stage, Workers, run_stage
+from scaletrain_cli.data.pipeline.schedule import Progress
 from scaletrain_cli.data.pipeline.tasks import Source
 from scaletrain_cli.data.remote_datasets import attach_dataset, find_description, is_attached
 from scaletrain_cli.data.sources.formats import first_fault
 from scaletrain_cli.data.sources.listing import source_files
-from scaletrain_cli.data.sources.places import RemoteFile, is_remote, naming_key
+from scaletrain_cli.data.sources.places import RemoteFile, naming_key
 from scaletrain_cli.data.sources.records import SourceFile, columns_of
+from scaletrain_cli.data.sources.stores import is_remote
 from scaletrain_cli.data.steps.score import score_problem
 from scaletrain_cli.data.tokenizers.load import tokenizer_content
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.rundir.shared_datasets import DATASET, make_datasets_folder, require_own_place, steps_folder
-from scaletrain_cli.safe_files import expand_home, make_folder
+from scaletrain_cli.rundir.shared_datasets import DATASET, make_datasets_folder, steps_folder
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.spec.data import TokenizerSpec
@@ -302,99 +287,3 @@ def _others(data: DataSpec, known: Mapping[str, Path]) -> tuple[DataSpec, Mappin
             if chosen & missing and chosen & set(known):
                 return data, {}
     return data, known
-
-
-UNIT_BYTES = 1 << 30  # a process that is killed loses no more
-_OPENING_BYTES = 1 << 16  # what is read in the time in which a file is opened
-_VERSION = "contents/v1"
-
-
-class _Unit(NamedTuple):
-    result: Path
-    ranges: tuple[FileRange, ...]
-
-
-@contextmanager
-def shared_reading(
-    datasets: Path, workers: int, progress: Progress, failure: Path | None = None, timing: Timing | None = None
-) -> Iterator[ReadHashes]:
-    """Yield a function that returns a hash of what each of some files contains, by its path.
-
-    All processes that call it with the same files share the reading, and what a killed one has read is not read again.
-    The hashes must be remembered before the end of the context, which removes them. ``failure``: as for prepare().
-    """
-    steps = steps_folder(datasets)
-    require_own_place(steps)
-    folder = steps / ".content"
-    make_folder(folder, parents=True)
-    used: list[Path] = []
-    with Claims(steps / ".work", failure, timing) as claims:
-
-        def read(files: Sequence[SourceFile]) -> dict[str, str]:
-            claims.remove_drafts(folder)
-            claims.raise_failure()
-            used.append(folder / chained(_VERSION, UNIT_BYTES, [(file.path, file.state) for file in files]))
-            return _read(files, used[-1], workers, claims, progress)
-
-        try:
-            yield read
-        except BaseException:
-            claims.remove_own_drafts(folder)
-            raise
-
-        def remove_hashes() -> None:
-            for each in used:
-                shutil.rmtree(each, ignore_errors=True)
-
-        claims.at_last_end(remove_hashes)
-
-
-def _read(
-    files: Sequence[SourceFile], folder: Path, workers: int, claims: Claims, progress: Progress
-) -> dict[str, str]:
-    ranges = [each for file in files for each in ranges_of(file)]
-    units = [_Unit(folder / f"{number:06d}.json", unit) for number, unit in enumerate(_units(ranges))]
-    stage = Stage(
-        "read the sources",
-        f"{folder.name}-content",
-        folder,
-        tuple(unit.result.name for unit in units),
-        _hash_unit,
-        units.__getitem__,
-    )
-    for unit in units:
-        if unit.result.exists() and _result(unit) is None:  # damaged
-            unit.result.unlink(missing_ok=True)
-    with Workers[int](min(workers, len(units)), claims.owner) as pool:
-        run_stage(stage, claims, pool, progress)
-    found = [_result(unit) for unit in units]
-    digests = [digest for hashes in found for digest in hashes or ()]
-    return hashes_from_ranges(files, ranges, digests)
-
-
-def _units(ranges: Sequence[FileRange]) -> Iterator[tuple[FileRange, ...]]:
-    """Yield the ranges in groups of about UNIT_BYTES."""
-    held: list[FileRange] = []
-    size = 0
-    for each in ranges:
-        held.append(each)
-        size += each.stop - each.start + _OPENING_BYTES
-        if size >= UNIT_BYTES:
-            yield tuple(held)
-            held, size = [], 0
-    if held:
-        yield tuple(held)
-
-
-def _hash_unit(unit: _Unit) -> None:
-    """Write the hashes of the ranges of a unit, in order. Raises UsageError and OSError."""
-    write_whole(unit.result, json.dumps([hash_range(each) for each in unit.ranges]))
-
-
-def _result(unit: _Unit) -> list[str] | None:
-    """Return the hashes of a unit; None if its result cannot be used."""
-    with suppress(OSError, ValueError):
-        found = json.loads(unit.result.read_text(encoding="utf-8"))
-        if isinstance(found, list) and len(found) == len(unit.ranges) and all(isinstance(each, str) for each in found):
-            return found
-    return None

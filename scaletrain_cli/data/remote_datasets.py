@@ -18,15 +18,8 @@ from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, CachedBlock
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, hashes_path, read_hashes
 from scaletrain_cli.data.drafts import folder_written_whole
 from scaletrain_cli.data.pipeline.shards import SCHEMA, SPLITS, seal_of, shard_folder
-from scaletrain_cli.data.sources.places import (
-    PlaceError,
-    RemoteFile,
-    find_file,
-    is_remote,
-    list_files,
-    read_range,
-    write_file,
-)
+from scaletrain_cli.data.sources.places import RemoteFile, find_file, list_files, read_range, write_file
+from scaletrain_cli.data.sources.stores import PlaceError, is_remote
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import parse_object, read_document

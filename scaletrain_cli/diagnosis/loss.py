@@ -175,15 +175,15 @@ def swinging(case: Case) -> Iterator[Finding]:
     evidence |= {"now": curve.now, "steps": len(around)}
     optimizer = case.spec.training.optimizer
     unused = optimizer.traits.unused
-    has_betas = "betas" not in unused and "momentum" in unused
-    beta = optimizer.betas[0] if has_betas else optimizer.momentum
-    key = "training.optimizer.betas" if has_betas else "training.optimizer.momentum"
-    to: Any = [0.9, optimizer.betas[1]] if has_betas else 0.9
-    momentum = case.cause("diagnosis.cause-much-momentum", key, to, beta=beta)
-    rate = case.rate_too_high(case.lower_rate)
-    has_memory = has_betas or "momentum" not in unused
-    causes = (momentum, rate) if beta > 0.9 and has_memory else (rate, momentum)
-    yield Finding(Reason("diagnosis.loss-swings", evidence), "warning", "medium", causes)
+    key, beta = "momentum", optimizer.momentum
+    to: Any = 0.9
+    if key in unused:
+        key, beta, to = "betas", optimizer.betas[0], [0.9, optimizer.betas[1]]
+    causes = [case.rate_too_high(case.lower_rate)]
+    if key not in unused:
+        momentum = case.cause("diagnosis.cause-much-momentum", f"training.optimizer.{key}", to, beta=beta)
+        causes.insert(0 if beta > 0.9 else 1, momentum)
+    yield Finding(Reason("diagnosis.loss-swings", evidence), "warning", "medium", tuple(causes))
 
 
 def spiking(case: Case) -> Iterator[Finding]:

@@ -34,20 +34,23 @@ from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.state_check import StateCheck
 from scaletrain_cli.engine.health.stragglers import Stragglers
+from scaletrain_cli.engine.metrics.data_waits import DataWaits
+from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.profiler import StepProfiler
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
-from scaletrain_cli.engine.metrics.reporting import LedgerClock
-from scaletrain_cli.engine.metrics.step_measures import DataWaits, DeferredMetrics
+from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics
 from scaletrain_cli.engine.model.base import VisionModel
 from scaletrain_cli.engine.model.vision.batch_norm import statistics_of
+from scaletrain_cli.engine.numa import pin_to_numa_node
 from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.objectives.dpo import first_loss
 from scaletrain_cli.engine.objectives.reference import ReferencePass
-from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
+from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh
-from scaletrain_cli.engine.process_group import RankConsensus, Ranks, connect, pin_to_numa_node
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks, connect
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.step_sync import StepSync

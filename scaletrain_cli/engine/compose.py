@@ -25,7 +25,7 @@ from scaletrain_cli.engine.deepspeed_engine import (
 )
 from scaletrain_cli.engine.eager import prepare_compiler
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.adapters import AdapterInitialization, quantize_when_loaded
+from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
 from scaletrain_cli.engine.model.base import CausalLM, TrainedModel, VisionModel
 from scaletrain_cli.engine.model.linear import use_fp8_linears
@@ -39,6 +39,7 @@ from scaletrain_cli.engine.model.materialization import (
     zero3_partition,
 )
 from scaletrain_cli.engine.model.peft_files import PeftFolder
+from scaletrain_cli.engine.model.quantization import quantize_when_loaded
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.model.vision.batch_norm import synchronize
 from scaletrain_cli.engine.objectives import build_objective

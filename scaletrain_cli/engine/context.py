@@ -42,6 +42,6 @@ class RankContext:
     def rank(self) -> int:
         return self.ranks.rank
 
-    def report(self, name: str, **details: Any) -> None:
+    def report(self, name: str, /, **details: Any) -> None:
         """Record an event of the run, on rank 0. Raises OSError."""
         report_event(self.run, self.rank, name, **details)

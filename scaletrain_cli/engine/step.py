@@ -14,7 +14,7 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.metrics.noise_scale import NoiseScale
 from scaletrain_cli.engine.metrics.profiler import profiled
-from scaletrain_cli.engine.metrics.step_measures import Phase, StepSplit
+from scaletrain_cli.engine.metrics.step_split import Phase, StepSplit
 from scaletrain_cli.engine.metrics.trace import UPDATE
 from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.moe import scale_router_losses, update_correction_biases

@@ -12,8 +12,8 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
 from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.health.state_check import StateCheck
+from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.profiler import StepProfiler
-from scaletrain_cli.engine.metrics.reporting import LedgerClock
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.process_group import from_slots, in_slots
 from scaletrain_cli.worker.loop_adapter import StepDecision

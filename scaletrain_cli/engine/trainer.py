@@ -21,18 +21,21 @@ from scaletrain_cli.engine.faults import STATE_PARTS, Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.state_check import flip_bit, held_tensors
 from scaletrain_cli.engine.health.stragglers import Stragglers
+from scaletrain_cli.engine.metrics.data_waits import DataWaits
+from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
-from scaletrain_cli.engine.metrics.reporting import LedgerClock, MetricsLog, log_event
-from scaletrain_cli.engine.metrics.step_measures import DataWaits, DeferredMetrics, StepMeasures
+from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event
+from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics, StepMeasures
 from scaletrain_cli.engine.metrics.trace import DATA, STEP
 from scaletrain_cli.engine.model.attention import attention_kernel_of
 from scaletrain_cli.engine.model.moe import routing_measures
 from scaletrain_cli.engine.model.vision.batch_norm import images_of_statistics
 from scaletrain_cli.engine.objectives.reference import ReferencePass
-from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
+from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.engine.step_sync import StepSync

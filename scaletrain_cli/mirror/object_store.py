@@ -13,17 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.sources.places import (
-    Place,
-    PlaceError,
-    RemoteFile,
-    find_file,
-    list_files,
-    parse_place,
-    read_range,
-    retried,
-    store_of,
-)
+from scaletrain_cli.data.sources.places import RemoteFile, find_file, list_files, read_range, retried
+from scaletrain_cli.data.sources.stores import Place, PlaceError, parse_place, store_of
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.extras import require
 from scaletrain_cli.mirror.stores import (
@@ -230,7 +221,7 @@ def open_store(place: str, run_id: str, seconds: float | None = None) -> MirrorS
 @contextlib.contextmanager
 def store_variables(env: Mapping[str, str]) -> Iterator[None]:
     """Set the variables of stores in the ``env`` of a run in this process; at the end, forget them and the stores."""
-    from scaletrain_cli.data.sources.places import forget_stores
+    from scaletrain_cli.data.sources.stores import forget_stores
 
     given = {name: value for name, value in env.items() if name.startswith(_OF_STORES)}
     before = {name: os.environ.get(name) for name in given}

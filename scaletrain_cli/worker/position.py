@@ -61,7 +61,7 @@ _PURPOSES = {
     "checkpointing.py:finish": "at the end of a save",
     "seconds_to_save": "of the time that is left to save",
     "rank_measures.py": "of metrics",
-    "step_measures.py": "of metrics",
+    "data_waits.py": "of metrics",
     "stragglers.py": "of step times",
     "resume_point.py": "of the checkpoint to resume from",
     "preflight.py": "of the preflight",

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from scaletrain_cli.data import prepared
 from scaletrain_cli.data.chunk_hashes import HashedFile
+from scaletrain_cli.data.pipeline import contents
 from scaletrain_cli.data.pipeline import prepare as pipeline
 from scaletrain_cli.data.pipeline.tasks import Task, documents
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
@@ -96,7 +96,7 @@ def test_prepared_sources_are_found_by_their_content_and_without_reading_it(
     assert find_prepared(spec, tmp_path / "runs") is None
     done = prepare(spec, tmp_path / "runs")
     assert list(done) == ["web", "books"]
-    monkeypatch.setattr(prepared, "hash_range", lambda each: pytest.fail(f"{each.path} is read again"))
+    monkeypatch.setattr(contents, "hash_range", lambda each: pytest.fail(f"{each.path} is read again"))
     before = files_below(tmp_path / "runs")
     assert find_prepared(spec, tmp_path / "runs") == prepare(spec, tmp_path / "runs") == done
     assert files_below(tmp_path / "runs") == before

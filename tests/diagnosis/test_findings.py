@@ -329,6 +329,25 @@ def test_an_ill_is_named_first_or_second_with_a_figure_and_a_change(name: str) -
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "keys"),
+    [
+        ("{name: adamw, lr: 1.0e-3}", ["lr", "betas"]),
+        ("{name: adamw, lr: 1.0e-3, betas: [0.95, 0.99]}", ["betas", "lr"]),
+        ("{name: lion, lr: 1.0e-3}", ["lr", "betas"]),
+        ("{name: momentum, lr: 0.1}", ["lr", "momentum"]),
+        ("{name: momentum, lr: 0.1, momentum: 0.99}", ["momentum", "lr"]),
+        ("{name: muon, lr: 0.02}", ["momentum", "lr"]),
+        ("{name: sgd, lr: 0.1}", ["lr"]),
+    ],
+)
+def test_a_loss_that_swings_has_momentum_as_a_cause_where_the_optimizer_reads_it(
+    optimizer: str, keys: list[str]
+) -> None:
+    causes = findings(case(f"training.optimizer={optimizer}", loss=swings))["loss-swings"].causes
+    assert [cause.change and cause.change.key.rpartition(".")[2] for cause in causes] == keys
+
+
+@pytest.mark.parametrize(
     ("validations", "flagged"), [((7.2, 6.9, 6.6), False), ((6.8, 6.75, 6.7), True), ((6.6,), True)]
 )
 def test_a_model_that_leaves_the_token_frequencies_learns(validations: tuple[float, ...], flagged: bool) -> None:

@@ -30,6 +30,6 @@ class Alone(RankConsensus):
 
 def context_of(run: Any, record: Any = None, ranks: Any = None, consensus: Any = None, heartbeat: Any = None) -> Any:
     """Return the context of a rank in attempt 1 on a CPU; of parts that a test does not need, nothing."""
-    ranks, consensus = ranks or Ranks(0, 1, 0), consensus or Alone()
-    beats = heartbeat or Heartbeat(None)
-    return RankContext(run, record, ranks, 1, torch.device("cpu"), beats, consensus, consensus)
+    ranks, beats = ranks or Ranks(0, 1, 0), heartbeat or Heartbeat(None)
+    of_steps, of_saves = consensus or Alone(), consensus or Alone()
+    return RankContext(run, record, ranks, 1, torch.device("cpu"), beats, of_steps, of_saves)

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scaletrain_cli.engine import process_group
-from scaletrain_cli.engine.process_group import chosen_cores, node_of_pci_device, numa_cores, pin_to_numa_node, spread
+from scaletrain_cli.engine import numa
+from scaletrain_cli.engine.numa import chosen_cores, node_of_pci_device, numa_cores, pin_to_numa_node, spread
 
 TWO_NODES = {0: frozenset({*range(8), *range(16, 24)}), 1: frozenset({*range(8, 16), *range(24, 32)})}
 ALL = TWO_NODES[0] | TWO_NODES[1]
@@ -59,14 +59,12 @@ def test_ranks_without_gpus_are_spread_over_the_nodes() -> None:
 
 def test_a_rank_is_bound_with_several_numa_nodes_unless_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[frozenset[int]] = []
-    monkeypatch.setattr(process_group.os, "sched_getaffinity", lambda _: set(ALL))
-    monkeypatch.setattr(process_group.os, "sched_setaffinity", lambda _, cores: bound.append(cores))
+    monkeypatch.setattr(numa.os, "sched_getaffinity", lambda _: set(ALL))
+    monkeypatch.setattr(numa.os, "sched_setaffinity", lambda _, cores: bound.append(cores))
     cpu = torch.device("cpu")
-    monkeypatch.setattr(process_group, "_SYS", machine(tmp_path / "one", {"node0": "0-31"}, {}))
+    monkeypatch.setattr(numa, "_SYS", machine(tmp_path / "one", {"node0": "0-31"}, {}))
     assert pin_to_numa_node(cpu, 1, 2, {}) == ""
-    monkeypatch.setattr(
-        process_group, "_SYS", machine(tmp_path / "two", {"node0": "0-7,16-23", "node1": "8-15,24-31"}, {})
-    )
+    monkeypatch.setattr(numa, "_SYS", machine(tmp_path / "two", {"node0": "0-7,16-23", "node1": "8-15,24-31"}, {}))
     assert pin_to_numa_node(cpu, 1, 2, {"SCALETRAIN_NUMA": "off"}) == ""
     assert bound == []
     assert pin_to_numa_node(cpu, 1, 2, {}) == "rank on NUMA node 1: 16 cores"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 import scaletrain_cli.engine
+from scaletrain_cli.engine.metrics.step_split import CollectiveWaits
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.worker import position
 from scaletrain_cli.worker.loop_adapter import StepDecision
@@ -22,7 +23,7 @@ from tests.waiting import wait_until
 
 
 def positions(rank: int) -> list[Position]:
-    """Return where this rank was when rank 0 waited in an all-reduce, and then in a receive, for rank 1."""
+    """Return where this rank was when rank 0 waited for rank 1: in an all-reduce, a receive, and one it counts."""
     consensus = RankConsensus(600.0)
     store = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(seconds=600))
@@ -32,14 +33,16 @@ def positions(rank: int) -> list[Position]:
         def waits_in_it() -> bool:
             # A collective counts as in flight for a moment after it is over, and a call before torch has numbered it.
             here = own_position()
-            if is_it := [(wait.kind, wait.number is None) for wait in here.waits] == [(name, name == "receive")]:
+            kind = "receive" if name == "receive" else "all-reduce"
+            is_it = [(wait.kind, wait.number is None) for wait in here.waits] == [(kind, name == "receive")]
+            if is_it := is_it and (name != "counted" or here.function.startswith("timed_wait (")):
                 found.append(here)
             return is_it
 
         wait_until(waits_in_it, f"rank 0 waits in the {name}")
         store.set(name, b"")
 
-    for name in ("all-reduce", "receive"):
+    for name in ("all-reduce", "receive", "counted"):
         watching = threading.Thread(target=look, args=(name,))
         if rank == 0:
             watching.start()
@@ -48,6 +51,9 @@ def positions(rank: int) -> list[Position]:
             found.append(own_position_of_another_thread())
         if name == "all-reduce":
             consensus.reach(StepDecision.CONTINUE, writing=False)
+        elif name == "counted":
+            with CollectiveWaits():
+                gradient_norm(consensus)
         elif rank == 0:
             dist.recv(torch.empty(1), src=1)
         else:
@@ -55,6 +61,11 @@ def positions(rank: int) -> list[Position]:
         if rank == 0:
             watching.join()
     return found
+
+
+def gradient_norm(consensus: RankConsensus) -> None:
+    """Reach a consensus in a function with the name of one whose purpose is known."""
+    consensus.reach(StepDecision.CONTINUE, writing=False)
 
 
 def own_position_of_another_thread() -> Position:
@@ -71,7 +82,7 @@ def of_this_rank() -> list[Position]:
 
 
 def test_a_rank_knows_the_collective_that_it_waits_in_and_those_that_it_has_entered() -> None:
-    (in_all_reduce, in_receive), (before, after) = on_ranks(2, of_this_rank)
+    (in_all_reduce, in_receive, counted), (before, after, _) = on_ranks(2, of_this_rank)
     (wait,) = in_all_reduce.waits
     assert (wait.kind, wait.ranks) == ("all-reduce", [0, 1])
     assert wait.purpose == "in positions (test_position.py:" + wait.purpose.rpartition(":")[2]
@@ -81,6 +92,8 @@ def test_a_rank_knows_the_collective_that_it_waits_in_and_those_that_it_has_ente
     (receive,) = in_receive.waits
     assert (receive.kind, receive.ranks, receive.number) == ("receive", [1], None)
     assert before.function.startswith("wait (") or "threading" in before.function
+    (wait,) = counted.waits
+    assert wait.purpose == "of the gradient norm", "what counts the wait does not hide its caller"
 
 
 def test_a_receive_of_nccl_waits_for_its_peer_and_is_no_collective_of_the_group(
@@ -128,4 +141,7 @@ def test_the_innermost_function_that_is_known_says_what_a_collective_is_for() ->
     assert purpose_of(stack[:2]) == "in allreduce_bucket (stage_1_and_2.py:2)"
     assert purpose_of([("share", "engine/process_group.py", 1), ("agree", "engine/step_sync.py", 2)]) == (
         "at the end of the step"
+    )
+    assert purpose_of([("share", "engine/process_group.py", 1), ("_compare", "engine/metrics/data_waits.py", 2)]) == (
+        "of metrics"
     )

@@ -43,3 +43,11 @@ def test_a_rank_that_compiles_nothing_loads_no_compiler_of_torch_and_no_mlflow_a
     done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "loaded:"
+
+
+def test_a_checkpoint_is_exported_and_evaluated_and_a_run_is_rehearsed_without_pillow() -> None:
+    modules = ("checkpoint.export", "evaluation.tasks", "rehearsal.run")
+    imports = "".join(f"import scaletrain_cli.engine.{module}\n" for module in modules)
+    program = f"import sys\nsys.modules['PIL'] = None\n{imports}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -23,8 +23,9 @@ from scaletrain_cli.data.images.samples import (
 )
 from scaletrain_cli.data.images.shards import ShardUnit
 from scaletrain_cli.data.images.tables import names_of_classes, table_units
-from scaletrain_cli.data.sources.places import is_remote, list_files, naming_key
+from scaletrain_cli.data.sources.places import list_files, naming_key
 from scaletrain_cli.data.sources.records import SourceFile, local_file
+from scaletrain_cli.data.sources.stores import is_remote
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home

@@ -22,7 +22,8 @@ from scaletrain_cli.data.images.index_units import PACKED, digest_of
 from scaletrain_cli.data.images.samples import ImageSample, ImageSettings
 from scaletrain_cli.data.images.tables import image_leaf
 from scaletrain_cli.data.pipeline.shards import SPLITS, read_description
-from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, SeekableFile, is_remote
+from scaletrain_cli.data.sources.places import RemoteFile, SeekableFile
+from scaletrain_cli.data.sources.stores import PlaceError, is_remote
 from scaletrain_cli.data.token_files import OPEN_FILES, LocalFile
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.extras import require

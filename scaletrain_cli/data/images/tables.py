@@ -9,8 +9,8 @@ from typing import Any
 
 from scaletrain_cli.data.images.samples import MOST_IMAGE_BYTES, Bad, Found, ImageSettings, TargetError, json_value
 from scaletrain_cli.data.sources.opening import stored
-from scaletrain_cli.data.sources.places import is_remote
 from scaletrain_cli.data.sources.records import SourceFile, require_unchanged
+from scaletrain_cli.data.sources.stores import is_remote
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.extras import require
 from scaletrain_cli.reasons import Reason

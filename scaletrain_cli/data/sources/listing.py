@@ -4,8 +4,9 @@ import contextlib
 from collections import Counter
 from pathlib import Path
 
-from scaletrain_cli.data.sources.places import find_file, is_remote, list_files, naming_key
+from scaletrain_cli.data.sources.places import find_file, list_files, naming_key
 from scaletrain_cli.data.sources.records import SourceFile, local_file, parts_of
+from scaletrain_cli.data.sources.stores import is_remote
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home

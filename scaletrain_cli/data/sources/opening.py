@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
-from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, RemoteStream, find_file, is_remote
+from scaletrain_cli.data.sources.places import RemoteFile, RemoteStream, find_file
 from scaletrain_cli.data.sources.records import SourceFile
+from scaletrain_cli.data.sources.stores import PlaceError, is_remote
 from scaletrain_cli.extras import require
 from scaletrain_cli.reasons import Reason
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from scaletrain_cli.data.sources.lines import record_of
 from scaletrain_cli.data.sources.opening import stored
-from scaletrain_cli.data.sources.places import is_remote
 from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record, SourceFile
+from scaletrain_cli.data.sources.stores import is_remote
 from scaletrain_cli.extras import require
 from scaletrain_cli.reasons import Reason
 

@@ -5,9 +5,10 @@ from typing import Any
 
 from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
 from scaletrain_cli.data.steps.identifiers import Identifiers
+from scaletrain_cli.data.steps.language import Language
 from scaletrain_cli.data.steps.normalization import Normalization
 from scaletrain_cli.data.steps.quality_filters import C4, FineWeb, GopherQuality, GopherRepetition
-from scaletrain_cli.data.steps.score import Language, Score
+from scaletrain_cli.data.steps.score import Score
 from scaletrain_cli.spec.preparation import (
     C4Spec,
     ContaminationSpec,

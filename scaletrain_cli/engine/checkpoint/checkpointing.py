@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scaletrain_cli.engine.checkpoint.exchange import HeldState, exchange
 from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
 from scaletrain_cli.engine.checkpoint.memory_copies import MemoryCopies
 from scaletrain_cli.engine.checkpoint.resume_point import find_latest_valid
 from scaletrain_cli.engine.checkpoint.shard_file import RANDOM, Entry, ShardHeader, StateReader, shard_name, write_shard
 from scaletrain_cli.engine.checkpoint.snapshot import (
-    HeldState,
     Snapshot,
     counters,
-    exchange,
     random_state,
     restore_random_state,
     restore_state,
@@ -30,8 +29,9 @@ from scaletrain_cli.engine.checkpoint.snapshot import (
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.faults import Faults
-from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
+from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.clipping import AdaptiveClip
+from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import UsageError

@@ -24,13 +24,7 @@ from torch import Tensor
 from scaletrain_cli.data.tokenizers.chat_templates import template_files
 from scaletrain_cli.data.tokenizers.files import load_tokenizer, parsed_tokenizer, special_tokens, tokenizer_file
 from scaletrain_cli.data.tokenizers.load import tokenizer_content
-from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
-from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, OUTER, WEIGHT
-from scaletrain_cli.engine.data.images.reading import caption_tokens
-from scaletrain_cli.engine.data.prepared import tokenizer_path
-from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.materialization import named_weights, stored_buffers
-from scaletrain_cli.engine.model.peft_files import (
+from scaletrain_cli.engine.checkpoint.adapter_export import (
     Base,
     MergedWeights,
     Weights,
@@ -38,7 +32,14 @@ from scaletrain_cli.engine.model.peft_files import (
     peft_files,
     write_peft,
 )
-from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder, Stored, stored_tensors
+from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
+from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, OUTER, WEIGHT
+from scaletrain_cli.engine.data.images.captions import caption_tokens
+from scaletrain_cli.engine.data.prepared import tokenizer_path
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.gpt_oss_files import Stored, stored_tensors
+from scaletrain_cli.engine.model.materialization import named_weights, stored_buffers
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, check_base_of, read_base, read_checkpoint

@@ -90,7 +90,7 @@ _ROWS_PER_ENCODE = 256
 _BAD_SHOWN = 20
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowCounts:
     """Numbers of rows read, left out and truncated, and of tokens kept. ``targets``: tokens in the loss."""
 
@@ -175,7 +175,7 @@ class RowEncoder:
             problem = RowError("row-too-long", tokens=longest, seq_len=self._seq_len)
             raise UsageError(problem.at(row.where))
         if cut and self._truncation == "drop":
-            counts.read, counts.too_long = counts.read + 1, counts.too_long + 1
+            self.counts = replace(counts, read=counts.read + 1, too_long=counts.too_long + 1)
             return None
         part = slice(-self._seq_len, None) if self._truncation == "keep_end" else slice(self._seq_len)
         if cut and self._images is not None:
@@ -185,11 +185,15 @@ class RowEncoder:
         for document in documents:
             document.weights[:1] = 0
         if not all(document.weights.any() for document in documents):
-            counts.read, counts.without_target = counts.read + 1, counts.without_target + 1
+            self.counts = replace(counts, read=counts.read + 1, without_target=counts.without_target + 1)
             return None
-        counts.read, counts.truncated = counts.read + 1, counts.truncated + cut
-        counts.tokens += sum(len(document.ids) for document in documents)
-        counts.targets += sum(int(np.count_nonzero(document.weights)) for document in documents)
+        self.counts = replace(
+            counts,
+            read=counts.read + 1,
+            truncated=counts.truncated + cut,
+            tokens=counts.tokens + sum(len(document.ids) for document in documents),
+            targets=counts.targets + sum(int(np.count_nonzero(document.weights)) for document in documents),
+        )
         return documents
 
 

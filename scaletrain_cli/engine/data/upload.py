@@ -8,7 +8,7 @@ from typing import Any
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.data.remote_datasets import OBJECTS, upload_dataset
-from scaletrain_cli.data.sources.places import is_remote
+from scaletrain_cli.data.sources.stores import is_remote
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec

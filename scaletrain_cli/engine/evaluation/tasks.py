@@ -22,11 +22,11 @@ import torch
 from scaletrain_cli.data.pipeline.tasks import documents
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.tokenizers.files import load_tokenizer
+from scaletrain_cli.engine.checkpoint.adapter_export import exported_model
 from scaletrain_cli.engine.checkpoint.export import export, text_files
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss
 from scaletrain_cli.engine.model.base import CausalLM
-from scaletrain_cli.engine.model.peft_files import exported_model
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.reasons import Reason

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
-from scaletrain_cli.engine.data.images.reading import CaptionTokenizer, ImageBatchReader
+from scaletrain_cli.engine.data.images.captions import CaptionTokenizer
+from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.evaluation.measures import Accuracy, Figures, in_sample_order, rows_of_all, slices_of
 from scaletrain_cli.engine.parallel.mesh import Axis
 

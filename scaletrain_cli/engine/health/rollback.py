@@ -11,7 +11,8 @@ from scaletrain_cli.data.stages import SkipRange, batch_number, merged_skip_rang
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.health.guard import Guard
-from scaletrain_cli.engine.metrics.reporting import LedgerClock, MetricsLog, log_event
+from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
+from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.errors import DoNotRequeueError

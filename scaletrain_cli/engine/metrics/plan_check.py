@@ -15,7 +15,8 @@ from scaletrain_cli.engine.metrics.memory_measurement import (
     watching_model_states,
 )
 from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations
-from scaletrain_cli.engine.optim.averaging import LocalSGD, WeightAverage
+from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.local_sgd import LocalSGD
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes

@@ -17,7 +17,7 @@ from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.layer_measures import LayerMeasures, MeasuredLayers
 from scaletrain_cli.engine.metrics.memory_measurement import MemorySampler
 from scaletrain_cli.engine.metrics.noise_scale import NoiseScale, NoiseSteps
-from scaletrain_cli.engine.metrics.step_measures import CollectiveWaits, StepSplit
+from scaletrain_cli.engine.metrics.step_split import CollectiveWaits, StepSplit
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.telemetry.run import layers_file

@@ -3,16 +3,11 @@
 An adapter's factors are parameters below the layer that they change, with the names of PEFT, and the layer's forward
 pass is replaced, so that the layer itself, its names and its shards stay as they are. ``parallel.adapters`` places the
 factors on tensor ranks.
-
-Linear layers of a frozen base are quantized by bitsandbytes: int8 (arXiv:2208.07339) and nf4 (arXiv:2305.14314), for
-CUDA only. Nothing of that runs without a GPU, so that the tests cover which layers are quantized and their bytes, and
-the 4-bit formats on the CPU kernels of bitsandbytes; the spec refuses a quantized base on CPUs.
 """
 
 import functools
-import importlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +22,6 @@ from scaletrain_cli.engine.model.loss import LanguageModelHead
 from scaletrain_cli.engine.model.materialization import DrawnWeights, Initial, WeightSource
 from scaletrain_cli.engine.model.moe import Experts
 from scaletrain_cli.engine.parallel.mesh import WHOLE_SEQUENCE, SequencePart, ShardSpec
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.extras import install_command
-from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, is_adapter_parameter
 
 Join = Callable[[Tensor], Tensor]
@@ -291,70 +283,3 @@ class AdapterInitialization:
         values = self.base.read(layer.parameter, shape, rows).to(self.dtype).float()
         norms: Tensor = torch.linalg.vector_norm(values, dim=0 if layer.transposed else 1)
         return norms
-
-
-_BLOCK = 64  # weights that share a scale in 4 bits, as in QLoRA
-_OUTLIERS = 6.0  # inputs above this are multiplied in 16 bits, as in LLM.int8()
-
-
-def quantize_when_loaded(model: nn.Module, names: Collection[str], kind: str) -> Callable[[nn.Module], None]:
-    """Replace the products of layers, and return what quantizes a layer's weight once it is on the device.
-
-    ``names`` of the weights, ``kind``: int8, nf4 or nf4_double. Call it before adapters are attached, and pass the
-    result to ``materialize``, so that at most one weight at a time is not quantized. Raises UsageError without
-    bitsandbytes.
-    """
-    library = _bitsandbytes()
-    layers: dict[nn.Module, str] = {}
-    for name, layer in model.named_modules():
-        if f"{name}.weight" in names:
-            layers[layer] = name
-            layer.forward = _int8_product(layer, library) if kind == "int8" else _four_bit_product(layer, library)
-
-    def quantize(module: nn.Module) -> None:
-        if module in layers:
-            _quantize(module, kind, library)
-
-    return quantize
-
-
-@torch.no_grad()
-def _quantize(layer: Any, kind: str, library: Any) -> None:
-    """Replace the weight of a layer by buffers, which neither DeepSpeed nor a checkpoint counts as parameters."""
-    weight = layer.weight.t().contiguous() if is_transposed(layer) else layer.weight.detach()
-    del layer.weight
-    if kind == "int8":
-        packed, scales, _ = library.functional.int8_vectorwise_quant(weight.to(torch.float16))
-        layer.quantized_scales = nn.Buffer(scales, persistent=False)
-    else:
-        packed, layer.quantized_state = library.functional.quantize_4bit(
-            weight, blocksize=_BLOCK, compress_statistics=kind == "nf4_double", quant_type="nf4"
-        )
-    layer.quantized = nn.Buffer(packed, persistent=False)
-
-
-def _four_bit_product(layer: Any, library: Any) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        product: Tensor = library.matmul_4bit(x, layer.quantized.t(), bias=None, quant_state=layer.quantized_state)
-        return product if layer.bias is None else product + layer.bias
-
-    return forward
-
-
-def _int8_product(layer: Any, library: Any) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        state = library.MatmulLtState()
-        state.CB, state.SCB = layer.quantized, layer.quantized_scales
-        state.has_fp16_weights, state.threshold = False, _OUTLIERS
-        product: Tensor = library.matmul(x, layer.quantized, bias=None, state=state)
-        return product if layer.bias is None else product + layer.bias
-
-    return forward
-
-
-def _bitsandbytes() -> Any:
-    try:
-        return importlib.import_module("bitsandbytes")
-    except ImportError as error:
-        params = {"error": str(error), "command": install_command("optimizers")}
-        raise UsageError(Reason("engine.quantization-missing", params)) from error

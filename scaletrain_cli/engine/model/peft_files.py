@@ -1,4 +1,4 @@
-"""The files of a PEFT adapter: adapter_model.safetensors and adapter_config.json, read and exported.
+"""The files of a PEFT adapter: adapter_model.safetensors and adapter_config.json, written and read.
 
 The factors of a linear layer have the same names here and there. PEFT stacks those of experts: the rows of A are in the
 order of the experts, and the columns of B alternate between the experts (``target_parameters`` in its LoraConfig).
@@ -6,28 +6,21 @@ order of the experts, and the columns of B alternate between the experts (``targ
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.plan.parameters import base_shapes, modules_with_adapter
-from scaletrain_cli.plan.trained_parameters import trained_ever
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import create_file, expand_home
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.adapter import (
     Adapted,
     AdapterSpec,
     factor_shapes,
-    is_adapter_parameter,
     peft_settings_that_differ,
     unsupported_peft_keys,
 )
@@ -199,101 +192,3 @@ def module_of_weight(modules: Sequence[Adapted]) -> dict[str, Adapted]:
         else:
             found[module.parameter] = module
     return found
-
-
-_HEAD = "lm_head.weight"
-
-
-class Weights(Protocol):
-    """The weights of a checkpoint, by name and whole shape, in fp32."""
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
-
-
-class Base(NamedTuple):
-    """The base model as PEFT finds it: a folder, or a name on the hub with its revision."""
-
-    name: str
-    revision: str | None = None
-
-
-def exported_model(model: ModelSpec) -> ModelSpec:
-    """Return the model that merged weights are of: without adapters, and untied if its embedding or head has one.
-
-    An adapter changes only one of two tied weights, so that they differ once it is merged.
-    """
-    changes: dict[str, Any] = {"adapter": None}
-    table = _table(model)
-    if model.tie_word_embeddings and {table, _HEAD} & module_of_weight(modules_with_adapter(model)).keys():
-        changes["tie_word_embeddings"] = False
-    return model.model_copy(update=changes)
-
-
-def _table(model: ModelSpec) -> str:
-    """Return the name of the token embedding's weight, which comes first."""
-    return next(iter(base_shapes(model)))
-
-
-@dataclass(frozen=True)
-class MergedWeights:
-    """The weights of a model with its adapters added, each computed in fp32. ``saved``: weights and factors apart."""
-
-    saved: Weights
-    model: ModelSpec
-
-    @cached_property
-    def modules(self) -> dict[str, Adapted]:
-        return module_of_weight(modules_with_adapter(self.model))
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a weight in fp32."""
-        adapter = self.model.adapter
-        assert adapter is not None
-        tied = name == _HEAD and self.model.tie_word_embeddings
-        weight = self.saved.read(_table(self.model) if tied else name, shape)
-        module = self.modules.get(name)
-        return weight if module is None else merged(adapter, module, name, weight, self.saved.read)
-
-
-def peft_files(spec: RunSpec, saved: Weights, base: Base | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return adapter_config.json and the tensors of adapter_model.safetensors, in fp32.
-
-    Base modules that were trained, too, are in ``modules_to_save``. ``base``: None for the folder of the weights.
-    Raises UsageError if PEFT has no form for the run.
-    """
-    model = spec.transformer
-    if model.adapter is None:
-        raise UsageError(Reason("engine.peft-without-adapter"))
-    if model.weights is None:
-        raise UsageError(Reason("engine.peft-without-base"))
-    modules = modules_with_adapter(model)
-    beside = next((module.name for module in modules if is_mlp(module)), None)
-    if model.adapter.dora and beside is not None and has_stacked_experts(model):
-        raise UsageError(Reason("engine.peft-dora-beside-experts", {"module": beside}))
-    shapes = base_shapes(model)
-    trained = sorted({_module(name) for name in trained_ever(spec) if not is_adapter_parameter(name)})
-    # PEFT cannot keep every trained module whole beside an adapter.
-    adapted = {module.name for module in modules}
-    for module in trained:
-        tied = model.tie_word_embeddings and module == _module(_table(model))
-        if tied or ".experts." in module or module in adapted:
-            raise UsageError(Reason("engine.peft-module-trained", {"module": module}))
-    tensors = dict(peft_tensors(model.adapter, modules, saved.read))
-    for name, shape in shapes.items():
-        if _module(name) in trained:
-            tensors[f"base_model.model.{name}"] = saved.read(name, shape)
-    base = base or Base(str(expand_home(model.weights).absolute()))
-    config = peft_config(model.adapter, modules, base.name, base.revision, trained, mixture=has_stacked_experts(model))
-    return config, tensors
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def write_peft(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
-    """Write both files of an adapter into an existing folder."""
-    written = folder / CONFIG
-    create_file(written, config, public=True)
-    save_file({name: values.contiguous() for name, values in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-    (folder / WEIGHTS).chmod(written.stat().st_mode)  # safetensors creates its files readable for the owner only

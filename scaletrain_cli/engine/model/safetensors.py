@@ -1,27 +1,22 @@
 """Read weights from a folder of Hugging Face safetensors files; a rank reads its shards only.
 
 All names and shapes are first compared with the whole model, by the files' headers.
-
-In the files of GPT-OSS all experts of a layer are one tensor: matrices are [experts, in, out], biases [experts, out].
-Gates and ups are one tensor, whose even columns are gates and odd ones ups; here they are separate matrices [out, in].
-OpenAI's files have the matrices in MXFP4 (Open Compute Project, Microscaling Formats 1.0, sections 5.3.3 and 6.3):
-``*_blocks`` [experts, out, in / 32, 16] holds two 4-bit values per byte, the lower half first, and ``*_scales``
-[experts, out, in / 32] the exponents of 2 of their blocks.
 """
 
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from scaletrain_cli.engine.model.gpt_oss_files import read_expert
 from scaletrain_cli.engine.model.materialization import named_weights
 from scaletrain_cli.engine.model.vision.vit import resized_positions
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
@@ -33,16 +28,12 @@ from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.vision_model import ClipVisionSpec
 from scaletrain_cli.spec.weight_files import (
-    ExpertPlace,
     Header,
-    Shape,
     WeightDifferences,
     block_of,
-    expert_place,
     is_another_grid,
     is_drawn,
     lacks_tokens,
-    router_name,
     scales_of,
     stacked_place,
     stored_name,
@@ -221,72 +212,3 @@ class ScaledMatrix:
             scales = scales.repeat_interleave(each, dim).narrow(dim, first % each, stop - first)
         values: Tensor = self.values[rows, columns].to(torch.float32)
         return values * scales
-
-
-_EXPONENT_BIAS = 127  # of a scale, which has 8 bits of exponent alone (E8M0)
-# E2M1: sign, two bits of exponent with a bias of 1, one bit of mantissa; exponent 0 is subnormal.
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def read_expert(
-    place: ExpertPlace, shape: Shape, spec: ShardSpec | None, slice_of: Callable[[str], Any], *, packed: bool
-) -> Tensor:
-    """Return this rank's shard of an expert's parameter of a whole shape [out, in] or [out].
-
-    ``slice_of``: returns the slice of a stored tensor, so that no more is read than needed. ``packed``: a matrix in
-    MXFP4, returned in bf16.
-    """
-    first, length = spec.spans(shape[0])[0] if spec is not None and spec.dim == 0 else (0, shape[0])
-    columns = slice(first * place.step, (first + length) * place.step)
-    number, own = place.number, slice(place.first, None, place.step)
-    if place.is_bias:
-        bias: Tensor = slice_of(place.stack)[number, columns]
-        return bias[own]
-    if packed:
-        blocks, scales = (slice_of(name)[number, columns][own] for name in (place.blocks, place.scales))
-        values = dequantized(blocks, scales)[:, : shape[1]]
-    else:
-        values = slice_of(place.stack)[number, :, columns][:, own].t()
-    return spec.take(values) if spec is not None and spec.dim == 1 else values
-
-
-def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the bf16 values [rows, blocks x 32] of MXFP4 ``blocks`` [rows, blocks, 16] and ``scales`` [rows, blocks].
-
-    Exact, because a value has two significant bits.
-    """
-    table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16)
-    halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)
-    return torch.ldexp(table[halves.int()], scales.int().unsqueeze(-1) - _EXPONENT_BIAS).flatten(-2)
-
-
-class Stored(NamedTuple):
-    """A tensor to write: its shape, and the parameters in it with their places; no places for a parameter itself."""
-
-    shape: Shape
-    parts: tuple[tuple[str, ExpertPlace | None], ...]
-
-    def joined(self, read: Callable[[str], Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the tensor; ``read`` returns the parameter of a name."""
-        (name, place), *_ = self.parts
-        if place is None:
-            return read(name)
-        whole = torch.empty(self.shape, dtype=dtype)
-        for name, place in self.parts:
-            assert place is not None
-            values = read(name)
-            whole[place.number][..., place.first :: place.step] = values if place.is_bias else values.t()
-        return whole
-
-
-def stored_tensors(shapes: Mapping[str, Shape], experts: int) -> dict[str, Stored]:
-    """Return the tensors of GPT-OSS's files in 16 or 32 bits, by name, for parameters of these names and shapes."""
-    found: dict[str, Stored] = {}
-    for name, shape in shapes.items():
-        place = expert_place(name, shape, experts)
-        if place is None:
-            found[router_name(name)] = Stored(shape, ((name, None),))
-        else:
-            known = found.get(place.stack, Stored(place.shape, ()))
-            found[place.stack] = known._replace(parts=(*known.parts, (name, place)))
-    return found

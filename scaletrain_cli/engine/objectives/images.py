@@ -1,4 +1,4 @@
-"""Objectives over images and pairs, with negatives of all ranks in contrastive losses, and over text with images."""
+"""Objectives over images and pairs: classification, regression, and contrastive losses with negatives of all ranks."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaletrain_cli.engine.data.batches import MicroBatch
-from scaletrain_cli.engine.data.images.batches import ImageMicroBatch, finish, normalized
+from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
+from scaletrain_cli.engine.data.images.mixing import finish
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.measures import (
     Accuracy,
@@ -25,11 +25,9 @@ from scaletrain_cli.engine.evaluation.measures import (
 )
 from scaletrain_cli.engine.losses import LOSSES, LossSettings, uninformed_loss
 from scaletrain_cli.engine.losses.grad_cache import Outputs, joined
-from scaletrain_cli.engine.model.attention import TokenContext
-from scaletrain_cli.engine.model.base import CausalLM
-from scaletrain_cli.engine.objectives.base import Joined, NextToken, Objective, RowLosses
+from scaletrain_cli.engine.objectives.base import Joined, Objective, RowLosses
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
-from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.vision_model import image_channels
 
 
@@ -271,39 +269,3 @@ class _Pairs(NamedTuple):
     features: Outputs
     samples: Tensor
     real: Tensor | None
-
-
-class PreparedRows(NamedTuple):
-    """A micro-batch, and its images as the model takes them.
-
-    pixels: [images, channels, height, width], normalized, in the dtype of the weights; None: no row has an image.
-    """
-
-    rows: MicroBatch
-    pixels: Tensor | None
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, TokenContext]:
-        return self.rows.tokens, self.rows.labels, self.pixels, self.rows.context
-
-
-class ImageText(NextToken):
-    """The loss of ``NextToken`` of a language model that reads images in the places of their tokens."""
-
-    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
-        super().__init__(spec, mesh)
-        assert isinstance(spec.model, LlavaSpec)
-        self._mean, self._std = spec.data.images.normalization(spec.model.family, image_channels(spec.model))
-
-    def prepared(self, batch: MicroBatch) -> PreparedRows:
-        """Return the micro-batch with its images normalized, in the dtype of the weights."""
-        return PreparedRows(batch, self.pixels(batch.images))
-
-    def pixels(self, images: Tensor | None) -> Tensor | None:
-        """Return uint8 images [images, channels, height, width] as the model takes them; None without an image."""
-        if images is None or not len(images):
-            return None
-        return normalized(images, mean=self._mean, std=self._std).to(forward_dtype(self.training.precision))
-
-    def loss(self, model: CausalLM, hidden: Tensor, batch: PreparedRows) -> Tensor:  # type: ignore[override]
-        return super().loss(model, hidden, batch.rows)

@@ -37,10 +37,11 @@ from scaletrain_cli.engine.model.adapters import (
 )
 from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.gpt import Conv1D
+from scaletrain_cli.engine.model.latent_attention import LatentAttention
 from scaletrain_cli.engine.model.linear import Product, linear_product
-from scaletrain_cli.engine.model.llama import LatentAttention, rms_norm, scaled
 from scaletrain_cli.engine.model.loss import logits_of
 from scaletrain_cli.engine.model.moe import Experts
+from scaletrain_cli.engine.model.norm import rms_norm, scaled
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, ShardSpec, copy_to_ranks, mark_sharded, sum_over_ranks
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec
 

@@ -104,7 +104,8 @@ def reads_text(spec: RunSpec) -> bool:
 
 def _check_source(view: View, key: str, section: SourceSpec, unseen: list[str]) -> CheckResults:
     """Return the results for one source; what is not visible without credentials or network is added to ``unseen``."""
-    from scaletrain_cli.data.sources.places import UnavailableError, is_remote
+    from scaletrain_cli.data.sources.places import UnavailableError
+    from scaletrain_cli.data.sources.stores import is_remote
 
     remote = is_remote(section.path)
     prepared = view.folder / expand_home(section.path)

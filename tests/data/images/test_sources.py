@@ -16,7 +16,8 @@ from scaletrain_cli.data.images.index import find_indexed
 from scaletrain_cli.data.images.listing import list_source
 from scaletrain_cli.data.images.reading import IndexedImages, open_images
 from scaletrain_cli.data.images.samples import ImageSettings
-from scaletrain_cli.data.sources.places import PlaceError, RemoteFile
+from scaletrain_cli.data.sources.places import RemoteFile
+from scaletrain_cli.data.sources.stores import PlaceError
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import splits_by_folder

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.data import content, prepared
+from scaletrain_cli.data import content
 from scaletrain_cli.data.content import FileRange, hash_range, read_hashes
+from scaletrain_cli.data.pipeline import contents
 from scaletrain_cli.data.pipeline.claims import Timing
-from scaletrain_cli.data.prepared import shared_reading
+from scaletrain_cli.data.pipeline.contents import shared_reading
 from scaletrain_cli.data.sources.records import SourceFile, local_file
 from tests.waiting import wait_until
 
@@ -28,8 +29,8 @@ def ignore(*_: object) -> None:
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[SourceFile]:
     """Write small and large files, in units and ranges of few bytes."""
-    monkeypatch.setattr(prepared, "UNIT_BYTES", 3000)
-    monkeypatch.setattr(prepared, "_OPENING_BYTES", 10)
+    monkeypatch.setattr(contents, "UNIT_BYTES", 3000)
+    monkeypatch.setattr(contents, "_OPENING_BYTES", 10)
     monkeypatch.setattr(content, "_WHOLE_BYTES", 5000)
     monkeypatch.setattr(content, "_RANGE_BYTES", 2000)
     draw = random.Random(3)
@@ -70,7 +71,7 @@ def test_three_processes_at_once_read_each_byte_once(
             together.set()
         return hash_range(given)
 
-    monkeypatch.setattr(prepared, "hash_range", counted)
+    monkeypatch.setattr(contents, "hash_range", counted)
     together, found = threading.Event(), list[dict[str, str]]()
     threads = [
         threading.Thread(target=lambda: found.append(read(tmp_path / "data", files)), daemon=True) for _ in range(3)
@@ -98,7 +99,7 @@ def test_a_killed_reading_goes_on_where_it_was(
             raise Killed
         return hash_range(given)
 
-    monkeypatch.setattr(prepared, "hash_range", killed)
+    monkeypatch.setattr(contents, "hash_range", killed)
     with pytest.raises(Killed):
         read(tmp_path / "data", files)
     results = list((tmp_path / "data" / ".steps" / ".content").rglob("*.json"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.data.sources import places
+from scaletrain_cli.data.sources import places, stores
 from tests.conftest import in_ci
 from tests.data.remote.faults import FaultyProxy
 from tests.waiting import wait_until
@@ -64,9 +64,9 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         signed(f"{s3_server}/{BUCKET}")
-        places._store.cache_clear()
+        stores._store.cache_clear()
         yield proxy
-        places._store.cache_clear()
+        stores._store.cache_clear()
 
 
 def signed(url: str, headers: dict[str, str] | None = None) -> None:

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from scaletrain_cli.data.sources import places
+from scaletrain_cli.data.sources import places, stores
 from scaletrain_cli.data.sources.formats import reader_of
-from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, UnavailableError, list_files, read_range
+from scaletrain_cli.data.sources.places import RemoteFile, UnavailableError, list_files, read_range
 from scaletrain_cli.data.sources.records import BadRecord, Part, SourceFile
+from scaletrain_cli.data.sources.stores import PlaceError
 from tests.data.remote.conftest import BUCKET, post, signed
 from tests.data.remote.faults import FaultyProxy, Request
 
@@ -125,7 +126,7 @@ def test_every_cause_has_an_error_of_its_own(s3: FaultyProxy, s3_server: str, mo
         post(f"{s3_server}/moto-api/reset-auth", b"inf")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    places._store.cache_clear()
+    stores._store.cache_clear()
     assert _code(f"{ROOT}/web/a.jsonl") == "remote.no-credentials"
     monkeypatch.setenv("AWS_PROFILE", "team")
     assert _code(f"{ROOT}/web/a.jsonl") == "remote.profile-without-keys"
@@ -143,11 +144,11 @@ def test_keys_of_a_profile_and_public_buckets_are_used(
         monkeypatch.delenv(name)
     (tmp_path / "no-aws").write_text("[team]\naws_access_key_id=AKIA1\naws_secret_access_key=b\n")
     monkeypatch.setenv("AWS_PROFILE", "team")
-    places._store.cache_clear()
+    stores._store.cache_clear()
     assert list_files(file.path) == (file,)
     monkeypatch.delenv("AWS_PROFILE")
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-    places._store.cache_clear()
+    stores._store.cache_clear()
     assert list_files(file.path) == (file,)
 
 

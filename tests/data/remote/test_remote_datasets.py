@@ -23,7 +23,8 @@ from scaletrain_cli.data.pipeline.shards import SCHEMA, Encoded, read_shard_info
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.remote_datasets import attach_dataset, find_description, is_attached, upload_dataset
 from scaletrain_cli.data.sources import places
-from scaletrain_cli.data.sources.places import PlaceError, UnavailableError
+from scaletrain_cli.data.sources.places import UnavailableError
+from scaletrain_cli.data.sources.stores import PlaceError
 from scaletrain_cli.data.token_files import Split, open_source
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import DataSpec

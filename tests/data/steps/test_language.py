@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from scaletrain_cli.data.steps import Kept, Removed, score
-from scaletrain_cli.data.steps.score import Language
+from scaletrain_cli.data.steps import Kept, Removed, language
+from scaletrain_cli.data.steps.language import Language
 from scaletrain_cli.errors import MissingPackageError
 from scaletrain_cli.spec.preparation import LANGUAGES
 from tests.data.steps.sections import run, step
@@ -82,6 +82,6 @@ def test_the_spec_knows_the_languages_of_the_model(english: Language) -> None:
 
 def test_the_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "py3langid", None)
-    monkeypatch.setattr(score, "_load", score._load.__wrapped__)  # which is kept once it is loaded
+    monkeypatch.setattr(language, "_load", language._load.__wrapped__)  # which is kept once it is loaded
     with pytest.raises(MissingPackageError, match=r"step: language needs py3langid .*\[data\]"):
         step("language", keep=["en"])

@@ -2,8 +2,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scaletrain_cli.engine.checkpoint.exchange import HeldState, exchange
 from scaletrain_cli.engine.checkpoint.shard_file import OPAQUE, Slice
-from scaletrain_cli.engine.checkpoint.snapshot import Counts, HeldState, exchange
+from scaletrain_cli.engine.checkpoint.snapshot import Counts
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.errors import ScaletrainError
 from tests.engine.ranks import on_ranks

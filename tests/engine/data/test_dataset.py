@@ -13,7 +13,8 @@ import pytest
 
 from scaletrain_cli.data import token_files
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CheckedFile, CorruptDataError, HashedFile
-from scaletrain_cli.data.sources.places import PlaceError, UnavailableError
+from scaletrain_cli.data.sources.places import UnavailableError
+from scaletrain_cli.data.sources.stores import PlaceError
 from scaletrain_cli.data.token_files import NumberFiles, Split
 from scaletrain_cli.engine.data import splits
 from scaletrain_cli.engine.data.dataset import JoinedSequences, SourceSequences, open_source_dataset

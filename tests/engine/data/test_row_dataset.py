@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
-from scaletrain_cli.engine.data import row_source
+from scaletrain_cli.engine.data import row_source, show
 from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
 from scaletrain_cli.engine.data.row_dataset import RowsInfo, rows_folder
 from scaletrain_cli.engine.data.row_source import docstring_rows
@@ -96,6 +96,17 @@ def test_packed_rows_hold_the_documents_of_unpacked_ones_and_fewer_sequences(fol
     starts = (read.positions == 0) & (read.documents >= 0)
     assert starts.sum() == info.train_documents
     assert float(packed[0].totals.sum()) == (read.labels != NOT_COUNTED).sum()
+
+
+@pytest.mark.parametrize(("rule", "state"), [("drop", "too_long"), ("keep_start", "truncated")])
+def test_what_becomes_of_a_row_over_the_length_is_shown_beside_it(folder: Path, rule: str, state: str) -> None:
+    lines = [json.dumps(conversation(0, turns)) for turns in (1, 4, 1)]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    shown = spec(folder, f"data.truncation={rule}", "data.packing=none", "model.seq_len=64")
+    (folder / "spec.json").write_text(shown.model_dump_json(by_alias=True))
+    answer = show.run_command([str(folder / "spec.json"), str(folder / "runs"), "1", "3", ""])
+    assert [row["state"] for row in answer["rows"]] == ["whole", state, "whole"]
+    assert answer["counted"][state] == 1
 
 
 def test_best_fit_split_keeps_tokens_that_truncation_loses(folder: Path) -> None:

@@ -12,7 +12,7 @@ from scaletrain_cli.engine.data.splits import open_reader
 from scaletrain_cli.engine.evaluation.inference import SampleAnswers, answer
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import materialize
-from scaletrain_cli.engine.objectives.images import ImageText
+from scaletrain_cli.engine.objectives.image_text import ImageText
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from tests.engine.data.test_batches import WHOLE
 from tests.engine.model.vision.towers import IMAGE_TOKEN, images, llava, loaded, spec_of

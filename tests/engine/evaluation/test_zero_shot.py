@@ -14,8 +14,8 @@ from torch import Tensor
 
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
+from scaletrain_cli.engine.data.images.captions import caption_tokenizer
 from scaletrain_cli.engine.data.images.opening import run_caption_tokenizer
-from scaletrain_cli.engine.data.images.reading import caption_tokenizer
 from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader
 from scaletrain_cli.engine.evaluation import zero_shot
 from scaletrain_cli.engine.evaluation.measures import Figures

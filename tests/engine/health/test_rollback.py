@@ -11,7 +11,7 @@ import pytest
 from scaletrain_cli.engine.assembly import guard_of
 from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.health.rollback import GuardActions, NonFiniteGradientError, SpikeError
-from scaletrain_cli.engine.metrics.reporting import LedgerClock
+from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.plan import make_plan

@@ -1,7 +1,7 @@
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.engine.metrics.step_measures import DataWaits
+from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from tests.engine.alone import context_of

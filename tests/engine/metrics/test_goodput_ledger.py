@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.engine.metrics.reporting import LedgerClock
+from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.rundir.goodput import Ledger, read_ledger
 from scaletrain_cli.rundir.paths import RunDir
 from tests.waiting import Clock

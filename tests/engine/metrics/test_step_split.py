@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scaletrain_cli.engine.metrics.step_measures import CollectiveWaits, StepSplit
+from scaletrain_cli.engine.metrics.step_split import CollectiveWaits, StepSplit
 from tests.engine.ranks import on_ranks
 from tests.waiting import wait_until
 

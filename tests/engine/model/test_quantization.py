@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.adapters import quantize_when_loaded
 from scaletrain_cli.engine.model.gpt import Conv1D
 from scaletrain_cli.engine.model.materialization import named_matrices
+from scaletrain_cli.engine.model.quantization import quantize_when_loaded
 from scaletrain_cli.plan.adapters import quantized_weights
 from tests.engine.model.adapted_models import GPT, LLAMA, MIXTRAL
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.gpt_oss_files import dequantized
 from scaletrain_cli.engine.model.materialization import named_matrices
-from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder, ScaledMatrix, dequantized
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder, ScaledMatrix
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import UsageError
 from tests.engine.model.families import loaded, logits, reference, spec_of, tokens_of

@@ -147,7 +147,7 @@ def test_a_run_starts_from_an_adapter_of_peft(dataset: Path, tmp_path: Path) -> 
 
 
 def test_a_run_without_a_base_or_an_adapter_has_no_peft_form(dataset: Path, tmp_path: Path) -> None:
-    from scaletrain_cli.engine.model.peft_files import peft_files
+    from scaletrain_cli.engine.checkpoint.adapter_export import peft_files
 
     for overrides, code in (((), "engine.peft-without-adapter"), (LORA, "engine.peft-without-base")):
         spec = Row(0, overrides=overrides).spec(dataset, 6)

@@ -11,7 +11,8 @@ from scaletrain_cli.data.images.compatibility import require_outputs, require_sa
 from scaletrain_cli.data.images.reading import IndexedImages, open_images
 from scaletrain_cli.data.images.samples import ImageSample
 from scaletrain_cli.engine.data.dataset import Joined
-from scaletrain_cli.engine.data.images.reading import CaptionTokenizer, ImageBatchReader, caption_tokenizer
+from scaletrain_cli.engine.data.images.captions import CaptionTokenizer, caption_tokenizer
+from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.data.images.transforms import ImageTransform
 from scaletrain_cli.engine.data.sample_order import SampleOrder, permute
 from scaletrain_cli.engine.evaluation.zero_shot import ZeroShot

@@ -11,7 +11,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from scaletrain_cli.data.images.decode import decode, size_of
 from scaletrain_cli.data.images.samples import ImageSample
-from scaletrain_cli.engine.data.images.batches import ImageMicroBatch, finish
+from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
+from scaletrain_cli.engine.data.images.mixing import finish
 from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages, image_reader
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.data.images.transforms import SampleKey

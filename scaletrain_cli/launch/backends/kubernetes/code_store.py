@@ -34,7 +34,8 @@ def upload_code(run: RunDir, record: RunRecord) -> str | None:
     An archive of the same size is read and compared: a damaged one is replaced.
     Raises PlaceError and UnavailableError of the store, and UsageError if the run directory lost the archive.
     """
-    from scaletrain_cli.data.sources.places import PlaceError, find_file, read_all, write_file
+    from scaletrain_cli.data.sources.places import find_file, read_all, write_file
+    from scaletrain_cli.data.sources.stores import PlaceError
 
     code, url = record.code, code_url(record)
     if code is None or url is None:

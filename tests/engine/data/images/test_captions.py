@@ -9,7 +9,7 @@ import pytest
 import transformers
 from tokenizers import pre_tokenizers
 
-from scaletrain_cli.engine.data.images.reading import caption_tokenizer
+from scaletrain_cli.engine.data.images.captions import caption_tokenizer
 from scaletrain_cli.errors import UsageError
 from tests.engine.data.images.pictures import Pictures, reader
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from scaletrain_cli.engine.data.images.batches import UNMIXED, ImageMicroBatch, Mix, finish, mix_of_pair
+from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
+from scaletrain_cli.engine.data.images.mixing import UNMIXED, Mix, finish, mix_of_pair
 from scaletrain_cli.engine.data.images.transforms import NO_BOX, Box
 from scaletrain_cli.spec.images import AugmentSpec
 

@@ -16,7 +16,8 @@ from scaletrain_cli.data.images.decode import BadImageError, decode
 from scaletrain_cli.data.images.reading import open_images
 from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.data.mixture import Stage
-from scaletrain_cli.engine.data.images.batches import ImageMicroBatch, ImageStepBatch, finish
+from scaletrain_cli.engine.data.images.batches import ImageMicroBatch, ImageStepBatch
+from scaletrain_cli.engine.data.images.mixing import finish
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.data.loader import Loader
 from scaletrain_cli.engine.data.reader_processes import _portable_error
