@@ -31,7 +31,12 @@ def command(
         ),
     ],
     node: OneNode = None,
-    streams: Annotated[bool, typer.Option("--streams", hidden=True)] = False,
+    streams: Annotated[
+        bool,
+        typer.Option(
+            "--streams", help="Listen at no port; connect the node to this verb on the laptop, which calls it over ssh."
+        ),
+    ] = False,
 ) -> None:
     """Reach ports of a node of a running run from this machine, e.g. port 6006 of a TensorBoard.
 
