@@ -16,7 +16,7 @@ OF_IMAGES = {
 }
 
 
-_WITH_IMAGES = "images:ImageText"  # sft of a language model that reads images
+_WITH_IMAGES = "image_text:ImageText"  # sft of a language model that reads images
 
 
 def build_objective(spec: RunSpec, mesh: Mesh) -> Objective:
