@@ -43,17 +43,19 @@ class Terminal:
         """Return what was written since the last answer, up to and with the pattern."""
         place = len(self.text)
         while not re.search(pattern, self.text[place:]):
-            assert self._read() or self.process.poll() is None, self.text[place:]
+            ended = self.process.poll() is not None  # before the read: its last output may come just before its end
+            assert self._read() or not ended, self.text[place:]
         return self.text[place:]
 
     def to_the_end(self) -> int:
         """Read until the command has ended; return its exit code."""
-        while self._read() or self.process.poll() is None:
-            pass
+        ended = False
+        while self._read() or not ended:
+            ended = self.process.poll() is not None
         return self.process.wait()
 
     def _read(self) -> bool:
-        """Whether something was written within a moment."""
+        """Add what the command has written to the text; return False if it writes nothing for a tenth of a second."""
         comes = bool(select.select([self.ours], [], [], 0.1)[0])
         if comes:
             self.text += os.read(self.ours, 1 << 16).decode(errors="replace")

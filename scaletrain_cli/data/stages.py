@@ -1,4 +1,4 @@
-"""Which batches a run trains on: those that it leaves out, and the stages of its mixture, as resumes change them.
+"""The batches that a run skips, and the stages of its mixture of sources, as resumes change them.
 
 Stages count samples by the numbers of batches, which skipped batches keep: stage ``start`` begins with the batch of
 that number, whichever batches are skipped before it, so that no rollback moves a sample to another batch.

@@ -1,4 +1,4 @@
-"""What the parts of a rank have in common."""
+"""The run, the attempt and the process of a rank, which all parts of its engine use."""
 
 from dataclasses import dataclass
 from typing import Any

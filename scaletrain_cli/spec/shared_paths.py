@@ -1,4 +1,4 @@
-"""What a path of a run spec names: a store, the Hugging Face Hub, or a place that the nodes share with this machine."""
+"""The kinds of paths in a run spec: object stores, the Hugging Face Hub, and folders that the nodes share."""
 
 import os
 import re

@@ -46,16 +46,16 @@ class Outlier(NamedTuple):
 
 
 class _Detector:
-    """``remembers``: what checkpoints have of a detector, its attributes by key; a window of steps is a list."""
+    """``saved_attributes``: those that checkpoints keep, by their key there; a window of steps is a list."""
 
-    remembers: ClassVar[Mapping[str, str]]
+    saved_attributes: ClassVar[Mapping[str, str]]
 
     def state_dict(self) -> dict[str, Any]:
-        found = {key: getattr(self, name) for key, name in self.remembers.items()}
+        found = {key: getattr(self, name) for key, name in self.saved_attributes.items()}
         return {key: list(value) if isinstance(value, deque | list) else value for key, value in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for key, name in self.remembers.items():
+        for key, name in self.saved_attributes.items():
             own, value = getattr(self, name), state[key]
             setattr(self, name, deque(value, own.maxlen) if isinstance(own, deque) else copy(value))
 
@@ -67,7 +67,12 @@ class SpikeGuard(_Detector):
     are compared with ``least_loss`` where their median is below it, because ratios of small losses mean nothing.
     """
 
-    remembers: ClassVar = {"losses": "losses", "norms": "norms", "outliers": "outliers", "healthy": "healthy_steps"}
+    saved_attributes: ClassVar = {
+        "losses": "losses",
+        "norms": "norms",
+        "outliers": "outliers",
+        "healthy": "healthy_steps",
+    }
 
     def __init__(self, factor: float, patience: int, least_loss: float = 0.0) -> None:
         self._factor, self._patience, self._least_loss = factor, patience, least_loss
@@ -160,7 +165,7 @@ class LossScaleCollapse(_Detector):
     Steps before the first one that was applied do not count: the scale has to find its level.
     """
 
-    remembers: ClassVar = {"scales": "_scales", "settled": "_settled", "told": "_reported"}
+    saved_attributes: ClassVar = {"scales": "_scales", "settled": "_settled", "told": "_reported"}
 
     def __init__(self) -> None:
         self._scales: deque[float] = deque(maxlen=_SCALE_WINDOW_STEPS)
@@ -182,7 +187,7 @@ class LossScaleCollapse(_Detector):
 class DeadGradients(_Detector):
     """Detects gradient norms of zero or a millionth of the median, for ``patience`` steps in a row."""
 
-    remembers: ClassVar = {"norms": "_norms", "told": "_reported"}
+    saved_attributes: ClassVar = {"norms": "_norms", "told": "_reported"}
 
     def __init__(self, patience: int) -> None:
         self._patience, self._norms, self._reported = patience, list[float](), False
@@ -208,7 +213,7 @@ class FlatLoss(_Detector):
     be flat because nothing is left to learn, so it is not checked again, nor for loaded weights.
     """
 
-    remembers: ClassVar = {"first": "_first"}
+    saved_attributes: ClassVar = {"first": "_first"}
 
     def __init__(self, warmup_steps: int) -> None:
         self._checked_at = max(_FLAT_AFTER_STEPS, warmup_steps + _RECENT_LOSSES)
