@@ -262,7 +262,7 @@ def _connect(record: RunRecord, device: torch.device, heartbeat: Heartbeat) -> t
     heartbeat.allow(
         hang_seconds=None if spec.guard.hang == "auto" else spec.guard.hang,
         step_seconds=record.plan.time.step,
-        bytes_per_node=record.plan.durability.checkpoint_bytes / spec.cluster.nodes + base,
+        bytes_per_node=record.plan.durability.checkpoint_bytes / spec.storing_nodes + base,
         compiled=record.plan.layout.compile,
     )
     hang_seconds = collective_seconds(heartbeat.longest_seconds)

@@ -31,6 +31,7 @@ _KEPT = 3  # lists, the newest ones
 _FILES = (
     *("run.json", "spec-lines.json", "sizes.json", "revisions/*.json", "sweep.json", "rehearsal.json"),
     *("notify.json", "events.jsonl", "metrics.jsonl", "code/*", "preparation/datasets.json", "evaluations/*.json"),
+    "reference/*",  # of the first weights, which later ones cannot compute
     *("attempts/*/attempt.json", "attempts/*/ledger.json", "attempts/*/measured.json"),
     *("attempts/*/nodes/*.json", "attempts/*/failures/*.json"),
 )

@@ -143,6 +143,10 @@ TEXTS: Texts = {
         "Restore the file from a copy, or delete the folder {folder} and prepare the same data again with `scaletrain "
         "data prepare`; then `scaletrain resume`.",
     ),
+    "data-of-ranks-differ": (
+        "the nodes of ranks {ranks:list} have other data in {folders:list} than the first node",
+        "Delete the folders there, so that the data are prepared again from the same files",
+    ),
     "data-of-checkpoint-differs": (
         "{checkpoint} was trained on dataset {saved} and this one is {found}: resuming would train on other data",
         "Restore the data, or start a new run.",

@@ -104,10 +104,16 @@ TEXTS: Texts = {
     "runs-claim-missing": (
         "is missing",
         "Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory there. Without "
-        "such a volume, a run of one node may set cluster.kubernetes.runs.per_pod",
+        "such a volume, set cluster.kubernetes.runs.per_pod and checkpoint.mirror",
     ),
     "per-pod-gang": (
-        "a run of {nodes:of node} needs a run directory that all its pods see",
+        "a run of {nodes:of node} keeps its checkpoints in the run directory of pod 0, which is lost with it",
+        "Set checkpoint.mirror and leave checkpoint.dir at auto; or name a claim with ReadWriteMany in "
+        "cluster.kubernetes.runs.claim; or set cluster.nodes to 1",
+    ),
+    "per-pod-shared": (
+        "a rehearsal, or a program of yours (code.engine, code.command), on {nodes:of node} needs a run directory that "
+        "all its pods see",
         "Name a claim with ReadWriteMany in cluster.kubernetes.runs.claim, or set cluster.nodes to 1",
     ),
     "checkpoints-lost": (

@@ -37,11 +37,17 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Append JSON objects, a line each, in one write. Raises OSError, and ValueError before anything is written."""
-    line = "".join(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n" for record in records).encode()
+    append_whole_lines(
+        path, "".join(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n" for record in records).encode()
+    )
+
+
+def append_whole_lines(path: Path, lines: bytes) -> None:
+    """Append lines in one write. Raises OSError."""
     with _writing(path), closing_descriptor(open_to_append(path)) as descriptor:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        data = b"\n" + line if torn else line
+        data = b"\n" + lines if torn else lines
         written = os.write(descriptor, data)
         if written != len(data):
             raise OSError(f"{path}: only {written} of {len(data)} bytes of a line were written; is the disk full?")

@@ -102,13 +102,13 @@ UserId = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 class RunsVolumeSpec(Section):
     """The volume (a claim with ReadWriteMany) that holds the runs root of the pods.
 
-    ``per_pod``: in place of a claim, a volume that is deleted with its pod; for runs of one node.
+    ``per_pod``: in place of a claim, a volume that is deleted with its pod; several nodes need checkpoint.mirror.
     """
 
     claim: ObjectName | None = None
     path: MountPath = "/runs"
     sub_path: SubPath | None = None
-    per_pod: bool = Field(default=False, description="a volume of the pod in place of a claim; for one node")
+    per_pod: bool = Field(default=False, description="a volume of each pod in place of a claim")
 
 
 class VolumeSpec(Section):

@@ -308,6 +308,11 @@ class RunSpec(Section):
         return on_volume and self.checkpoint.mirror.to is not None
 
     @property
+    def storing_nodes(self) -> int:
+        """The nodes that write a checkpoint to storage: all, but in pods without a shared volume the first one."""
+        return 1 if self.cluster.kubernetes.runs.per_pod else self.cluster.nodes
+
+    @property
     def transformer(self) -> ModelSpec:
         """Return the model of a transformer. Raises UsageError for a vision network."""
         if isinstance(self.model, ModelSpec):

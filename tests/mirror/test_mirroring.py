@@ -65,6 +65,8 @@ def test_the_manifest_is_the_last_object_of_a_checkpoint(s3: FaultyProxy, make_m
 def test_history_is_restored_as_it_was(mirrored: MirroredRun, tmp_path: Path) -> None:
     (mirrored.run.path / "code").mkdir()
     (mirrored.run.path / "code" / "abc.patch").write_text("a patch")
+    mirrored.run.reference.mkdir()
+    (mirrored.run.reference / "train").write_bytes(b"log-probabilities of the first weights")
     (mirrored.run.path / "secrets.json").write_text('{"KEY": "hidden"}')
     (mirrored.run.path / "stop").touch()
     mirror = mirrored.mirror_of(10)
@@ -74,6 +76,7 @@ def test_history_is_restored_as_it_was(mirrored: MirroredRun, tmp_path: Path) ->
     restore_history(mirrored.store, index, tmp_path / "restored")
     restored = {path.relative_to(tmp_path / "restored").as_posix() for path in (tmp_path / "restored").rglob("*.*")}
     assert {"run.json", "events.jsonl", "metrics.jsonl", "code/abc.patch"} <= restored
+    assert (tmp_path / "restored" / "reference" / "train").read_bytes().startswith(b"log-prob")
     assert not restored & {"secrets.json", "stop", "mirror.json", "mirror-claim.json"}
     assert (tmp_path / "restored" / "metrics.jsonl").read_bytes() == mirrored.run.metrics.read_bytes()
     events = (tmp_path / "restored" / "events.jsonl").read_text().splitlines()

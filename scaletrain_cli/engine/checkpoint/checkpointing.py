@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,16 @@ from scaletrain_cli.engine.checkpoint.exchange import HeldState, exchange
 from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
 from scaletrain_cli.engine.checkpoint.memory_copies import MemoryCopies
 from scaletrain_cli.engine.checkpoint.resume_point import find_latest_valid
-from scaletrain_cli.engine.checkpoint.shard_file import RANDOM, Entry, ShardHeader, StateReader, shard_name, write_shard
+from scaletrain_cli.engine.checkpoint.shard_file import (
+    RANDOM,
+    Entry,
+    ShardHeader,
+    StateReader,
+    open_here,
+    shard_name,
+    shard_parts,
+    write_parts,
+)
 from scaletrain_cli.engine.checkpoint.snapshot import (
     Snapshot,
     counters,
@@ -55,7 +65,7 @@ from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker import checkpoint_commit
-from scaletrain_cli.worker.checkpoint_commit import HashingWriter
+from scaletrain_cli.worker.remote_run import RemoteRun
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,7 @@ class Checkpointer:
         """
         self._context, self._ranks, self._consensus = context, context.ranks, context.long_consensus
         self.folder = checkpoint_folder(context.run, context.spec)
+        self._remote = RemoteRun.from_environment(context.run)
         self._composed, self._mesh, self._base = composed, mesh, base
         self._not_stored = base_names(context.spec)
         self._average, self._attempt, self._adaptive_clip = average, context.attempt, adaptive_clip
@@ -301,15 +312,17 @@ class Checkpointer:
     def _write(self, step: int, header: ShardHeader, entries: list[Entry], state: str) -> _Written:
         """Write and fsync the files of this rank, in the writing thread."""
         began = time.monotonic()
-        staging = checkpoint_commit.stage_checkpoint(self.folder, self._attempt, step)
-        time.sleep(self._faults.save_delay_seconds)
-        name = shard_name(self._ranks.rank)
-        digests = {name: write_shard(staging / name, header, entries, self._faults.before_write)}
+        files = {shard_name(self._ranks.rank): shard_parts(header, entries)}
         if self._ranks.rank == 0:
-            self._faults.before_write()
-            file = HashingWriter(staging / STATE_FILE)
-            file.write(state.encode())
-            digests[STATE_FILE] = file.close()
+            files[STATE_FILE] = [memoryview(state.encode())]
+        staging = checkpoint_commit.staging_path(self.folder, self._attempt, step)
+        if self._remote is None:
+            checkpoint_commit.stage_checkpoint(self.folder, self._attempt, step)
+        time.sleep(self._faults.save_delay_seconds)
+        write = (
+            partial(write_parts, before_write=self._faults.before_write) if self._remote is None else self._remote.store
+        )
+        digests = {name: write(staging / name, parts) for name, parts in files.items()}
         return _Written(digests, time.monotonic() - began)
 
     def _begin_commit(self, save: _Save) -> None:
@@ -390,8 +403,11 @@ class Checkpointer:
         """
         self.finish()
         owned = list(self.states.owned.values())
-        reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files)
-        state = json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8"))
+        is_copy = checkpoint.path.parent != self.folder  # in the host memory of this node, and still to be saved
+        open_file = open_here if self._remote is None or is_copy else self._remote.open
+        reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files, open_file)
+        with open_file(checkpoint.path / STATE_FILE) as file:
+            state = json.load(file)
         if self._base is not None:
             check_same_base(checkpoint.path.name, state.get("base"), self._base.folder, self._base.digests)
         if self._average is not None:
@@ -411,7 +427,7 @@ class Checkpointer:
             self.compared_step = state["parts"].get("outputs", {}).get("compared_step", checkpoint.step)
         if (saved := reader.random_state()) is not None:
             restore_random_state(saved, self.states.device)
-        if checkpoint.path.parent == self.folder:  # else a copy in host memory, which is still to be saved
+        if not is_copy:
             self.committed_step = checkpoint.step
             self._unmarked = set() if checkpoint.clean else {checkpoint.step}
         client: dict[str, Any] = state["client"]

@@ -31,6 +31,7 @@ from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
 from scaletrain_cli.worker.memory_copies import free_bytes, place_of, read_copies
+from scaletrain_cli.worker.remote_run import VARIABLE
 
 T = TypeVar("T")
 _MOST_PROBLEMS_SHOWN = 5
@@ -216,7 +217,9 @@ def _has_problems(problems: Mapping[str, object], consensus: RankConsensus, step
 
 def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkpoint | Defect:
     found = consensus.from_rank_zero(lambda: read_checkpoint(path))
-    if isinstance(found, Defect) and found.kind == "unreadable":
+    if isinstance(found, Checkpoint):
+        return replace(found, path=path)
+    if found.kind == "unreadable":
         results = _on_each_node(lambda: read_checkpoint(path), ranks, consensus)
         failing = {node: str(answer) for node, answer in results if _is_unreadable(answer)}
         _raise_for_nodes(path, failing, len(results))
@@ -226,7 +229,10 @@ def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkp
 
 def _verify_together(checkpoint: Checkpoint, ranks: Ranks, consensus: RankConsensus) -> dict[str, Defect]:
     """Return the defect of each invalid file. A file that a rank could not read is read again on each node."""
-    share = sorted(checkpoint.files)[ranks.rank :: ranks.world_size]  # mostly the file that this rank will read
+    here = [rank for rank, has_folder in enumerate(consensus.gather_everywhere(_has_folder())) if has_folder]
+    share: list[str] = []
+    if ranks.rank in here:  # of mostly the file that this rank will read
+        share = sorted(checkpoint.files)[here.index(ranks.rank) :: len(here)]
     parts = consensus.gather_everywhere(find_defects(checkpoint, share))
     defects = dict(sorted((name, defect) for part in parts for name, defect in part.items()))
     unreadable = [name for name, defect in defects.items() if _is_unreadable(defect)]
@@ -245,9 +251,15 @@ def _is_unreadable(found: object) -> bool:
 
 
 def _on_each_node(check: Callable[[], T], ranks: Ranks, consensus: RankConsensus) -> list[tuple[str, T]]:
-    """Return what the first rank of each node finds, by node; the same on every rank. Collective."""
-    parts = consensus.gather_everywhere((_own_node(), check()) if ranks.local_rank == 0 else None)
+    """Return what the first rank of each node that has the folder finds; the same on every rank. Collective."""
+    reads = ranks.local_rank == 0 and _has_folder()
+    parts = consensus.gather_everywhere((_own_node(), check()) if reads else None)
     return [part for part in parts if part is not None]
+
+
+def _has_folder() -> bool:
+    """Return whether this node has the folder of the checkpoints: in pods without a shared volume, only pod 0 does."""
+    return not os.environ.get(VARIABLE)
 
 
 def _own_node() -> str:

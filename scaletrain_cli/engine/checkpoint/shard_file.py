@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,24 +176,24 @@ def shard_parts(header: ShardHeader, entries: Sequence[Entry]) -> list[memoryvie
     return [prefix, *(values.view(torch.uint8).numpy().data for _, values in entries)]
 
 
-def write_shard(
-    path: Path, header: ShardHeader, entries: Sequence[Entry], before_write: Callable[[], None] = lambda: None
-) -> FileDigest:
-    """Write a rank's file, hashed while written and fsynced, and return its digest. Raises OSError.
+def write_parts(path: Path, parts: Sequence[memoryview], before_write: Callable[[], None] = lambda: None) -> FileDigest:
+    """Write a file, hashed while written and fsynced, and return its digest. Raises OSError.
 
     ``before_write`` is called before each write, for fault injection.
     """
-    return write_parts(path, shard_parts(header, entries), before_write)
-
-
-def write_parts(path: Path, parts: Sequence[memoryview], before_write: Callable[[], None] = lambda: None) -> FileDigest:
-    """Write a file of ``parts`` in the same way."""
     before_write()
     writer = HashingWriter(path)
     for part in parts:
         writer.write(part)
         before_write()
     return writer.close()
+
+
+OpenFile = Callable[[Path], BufferedReader]  # in a pod without a shared volume, one that reads a file of pod 0
+
+
+def open_here(path: Path) -> BufferedReader:
+    return path.open("rb")
 
 
 class CorruptShardError(ScaletrainError, ValueError):
@@ -202,12 +203,13 @@ class CorruptShardError(ScaletrainError, ValueError):
 class ShardFile:
     """An open file of a rank. Reads the requested part of a tensor only."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, open_file: OpenFile = open_here) -> None:
         """Read the header. Raises OSError, and CorruptShardError if the file is not a shard."""
-        self._path = path
+        self._path, self._open = path, open_file
         try:
-            with path.open("rb") as file:
-                whole = os.fstat(file.fileno()).st_size
+            with open_file(path) as file:
+                whole = file.seek(0, os.SEEK_END)
+                file.seek(0)
                 size = int.from_bytes(file.read(8), "little")
                 if size > whole - 8:  # a forged size would allocate all memory
                     raise ValueError(f"a header of {size} bytes in a file of {whole}")
@@ -248,7 +250,7 @@ class ShardFile:
             params = {"path": str(self._path), "error": f"{key} has {count} elements, and {stop} are stated"}
             raise CorruptShardError(Reason("engine.not-a-shard", params))
         values = torch.empty(stop - start, dtype=dtype)
-        with self._path.open("rb") as file:
+        with self._open(self._path) as file:
             file.seek(self._data_start + first + start * width)
             file.readinto(values.view(torch.uint8).numpy().data)
         return values
@@ -266,15 +268,22 @@ def shard_name(rank: int) -> str:
 class StateReader:
     """Reads a rank's own file if the layout is the one that saved it, otherwise all files that have its slices."""
 
-    def __init__(self, folder: Path, rank: int, owned: Sequence[Slice], files: Collection[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        owned: Sequence[Slice],
+        files: Collection[str],
+        open_file: OpenFile = open_here,
+    ) -> None:
         """``owned``: the slices that the rank saves in its present layout.
 
         ``files``: the names in the manifest; other files in the folder are never read.
         """
-        self._folder, self._own = folder, None
+        self._folder, self._own, self._open = folder, None, open_file
         self._shards = sorted(name for name in files if _SHARD.fullmatch(name))
         if shard_name(rank) in self._shards:
-            own = ShardFile(folder / shard_name(rank))
+            own = ShardFile(folder / shard_name(rank), open_file)
             self._own = own if own.header.slices == {part.name: part for part in owned} else None
         self.counts = dict((self._own or self._files[0]).header.counts)
 
@@ -346,7 +355,7 @@ class StateReader:
 
     @cached_property
     def _files(self) -> list[ShardFile]:
-        return [ShardFile(self._folder / name) for name in self._shards]
+        return [ShardFile(self._folder / name, self._open) for name in self._shards]
 
     @cached_property
     def _index(self) -> dict[str, list[tuple[ShardFile, Slice]]]:

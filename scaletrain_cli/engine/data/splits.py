@@ -177,7 +177,15 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
             raise UsageError(_too_little_to_validate(record, source, *sizes))
         return count
 
-    data = open_splits(spec, folders, held_back, ranks.rank, ranks.world_size, begun=begun)
+    share = (ranks.rank, ranks.world_size)  # of the files that this rank verifies
+    if spec.cluster.kubernetes.runs.per_pod:  # each node has a copy of its own
+        share = (ranks.local_rank, spec.cluster.gpus_per_node)
+    data = open_splits(spec, folders, held_back, *share, begun=begun)
+    copies = consensus.gather_everywhere({name: (info.fingerprint, info.seal) for name, info in data.infos.items()})
+    if differing := [rank for rank, copy in enumerate(copies) if copy != copies[0]]:
+        raise UsageError(
+            Reason("engine.data-of-ranks-differ", {"folders": [*map(str, folders.values())], "ranks": differing})
+        )
     return replace(data, caption_tokenizer=caption_tokenizer_digest(spec), zero_shot=zero_shot)
 
 

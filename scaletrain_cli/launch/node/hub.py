@@ -253,6 +253,9 @@ def _wait_for_nodes(run: RunDir, nodes: int, options: AgentOptions, is_stopped: 
             note = read_document(_note(folder, rank)) or {}
             if note.get("state") == _READY:
                 continue
+            if note.get("state") == _STOPPED:  # in pods without a shared volume, which do not see its decision
+                decide(folder, _STOPPED)
+                raise FetchStopped
             waiting.append(rank)
             if note.get("count") != seen.get(rank):
                 seen[rank], changed[rank] = note.get("count"), time.monotonic()

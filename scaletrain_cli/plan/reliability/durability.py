@@ -91,7 +91,7 @@ def save_seconds(spec: RunSpec, layout: Layout) -> float:
     size = checkpoint_bytes(spec, layout)
     weights = workload_of(spec.model).parameter_count(spec.model) * weight_bytes(spec.training.precision)
     alone = framework_of(spec).written_alone_bytes(layout, size, weights)
-    return (alone + (size - alone) / spec.cluster.nodes) / _storage_rate(spec)
+    return (alone + (size - alone) / spec.storing_nodes) / _storage_rate(spec)
 
 
 def gpu_hours_between_failures(device: Accelerator) -> tuple[float, str]:

@@ -9,7 +9,14 @@ import transformers
 from torch import Tensor
 
 from scaletrain_cli.engine.checkpoint.export import TextFiles, export, text_files
-from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice, shard_name, write_shard
+from scaletrain_cli.engine.checkpoint.shard_file import (
+    Entry,
+    ShardHeader,
+    Slice,
+    shard_name,
+    shard_parts,
+    write_parts,
+)
 from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
@@ -74,7 +81,7 @@ def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ..
                 mine = values if spec is None else replace(spec).take(values)
                 slices[name] = Slice(name, tuple(values.shape), spec, 0, mine.numel())
                 entries += [Entry(f"{kind}/{name}", mine.flatten() + (kind != "weight")) for kind in kinds]
-        digest = write_shard(folder / shard_name(rank), ShardHeader(rank, slices, {}), entries)
+        digest = write_parts(folder / shard_name(rank), shard_parts(ShardHeader(rank, slices, {}), entries))
         files[shard_name(rank)] = asdict(digest)
     step = int(folder.name.removeprefix("step-"))
     manifest = {"step": step, "world_size": 3, "clean": True, "attempt": 1, "files": files}

@@ -17,7 +17,8 @@ from scaletrain_cli.engine.checkpoint.shard_file import (
     Slice,
     StateReader,
     shard_name,
-    write_shard,
+    shard_parts,
+    write_parts,
 )
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 
@@ -31,7 +32,7 @@ ENTRIES = [
 
 
 def test_a_shard_file_returns_what_was_written(tmp_path: Path) -> None:
-    write_shard(tmp_path / "shard", HEADER, ENTRIES)
+    write_parts(tmp_path / "shard", shard_parts(HEADER, ENTRIES))
     found = ShardFile(tmp_path / "shard")
     assert found.header == HEADER
     assert list(found.keys) == [entry.key for entry in ENTRIES]
@@ -41,20 +42,20 @@ def test_a_shard_file_returns_what_was_written(tmp_path: Path) -> None:
 
 
 def test_the_safetensors_library_reads_a_shard_file(tmp_path: Path) -> None:
-    write_shard(tmp_path / "shard", HEADER, ENTRIES)
+    write_parts(tmp_path / "shard", shard_parts(HEADER, ENTRIES))
     opened = load_file(tmp_path / "shard")
     assert all(torch.equal(opened[key], values) for key, values in ENTRIES)
 
 
 def test_the_returned_digest_is_that_of_the_file(tmp_path: Path) -> None:
-    digest = write_shard(tmp_path / "shard", HEADER, ENTRIES)
+    digest = write_parts(tmp_path / "shard", shard_parts(HEADER, ENTRIES))
     content = (tmp_path / "shard").read_bytes()
     assert (digest.size, digest.sha256) == (len(content), hashlib.sha256(content).hexdigest())
 
 
 def test_a_fault_can_be_injected_before_every_write(tmp_path: Path) -> None:
     strikes = []
-    write_shard(tmp_path / "shard", HEADER, ENTRIES, before_write=lambda: strikes.append(1))
+    write_parts(tmp_path / "shard", shard_parts(HEADER, ENTRIES), before_write=lambda: strikes.append(1))
     assert len(strikes) == len(ENTRIES) + 2
 
 
@@ -70,11 +71,15 @@ def test_only_files_in_the_manifest_of_a_checkpoint_are_read(tmp_path: Path) -> 
     halves = [Slice("a.weight", (8,), None, 0, 4), Slice("a.weight", (8,), None, 4, 8)]
     for rank, piece in enumerate(halves):
         header = ShardHeader(rank, {"a.weight": piece}, {})
-        write_shard(tmp_path / shard_name(rank), header, [Entry("weight/a.weight", torch.full((4,), float(rank)))])
+        write_parts(
+            tmp_path / shard_name(rank),
+            shard_parts(header, [Entry("weight/a.weight", torch.full((4,), float(rank)))]),
+        )
     whole = Slice("a.weight", (8,), None, 0, 8)
     for stray, name in ((2, "a.weight"), (3, "b.weight")):  # left there by a person, or by a run of more ranks
         header = ShardHeader(stray, {name: Slice(name, (8,), None, 0, 8)}, {})
-        write_shard(tmp_path / shard_name(stray), header, [Entry(f"weight/{name}", torch.full((8,), 9.0))])
+        parts = shard_parts(header, [Entry(f"weight/{name}", torch.full((8,), 9.0))])
+        write_parts(tmp_path / shard_name(stray), parts)
     (tmp_path / "rank-notes.safetensors").write_text("not a shard")
     named = [shard_name(0), shard_name(1), "state.json"]
     for rank in (0, 2, -1):
@@ -98,7 +103,7 @@ def test_only_files_in_the_manifest_of_a_checkpoint_are_read(tmp_path: Path) -> 
 )
 def test_a_forged_header_is_an_error_and_allocates_nothing(tmp_path: Path, forge: Any) -> None:
     path = tmp_path / "rank-00000.safetensors"
-    write_shard(path, ShardHeader(0, {}, {}), [Entry("weight/a", torch.ones(4))])
+    write_parts(path, shard_parts(ShardHeader(0, {}, {}), [Entry("weight/a", torch.ones(4))]))
     content = path.read_bytes()
     path.write_bytes(forge(int.from_bytes(content[:8], "little"), content[8:]))
     with pytest.raises(CorruptShardError, match="not a shard of a checkpoint"):
@@ -117,7 +122,7 @@ def test_a_forged_header_is_an_error_and_allocates_nothing(tmp_path: Path, forge
 def test_a_header_with_a_slice_that_no_matrix_has_is_an_error(tmp_path: Path, stated: dict[str, Any]) -> None:
     path = tmp_path / "rank-00000.safetensors"
     slices = {"a": Slice("a", (2, 2), None, 0, 4)}
-    write_shard(path, ShardHeader(0, slices, {"step": 1.0}), [Entry("weight/a", torch.ones(4))])
+    write_parts(path, shard_parts(ShardHeader(0, slices, {"step": 1.0}), [Entry("weight/a", torch.ones(4))]))
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     index = json.loads(content[8 : 8 + size])
@@ -131,11 +136,10 @@ def test_a_header_with_a_slice_that_no_matrix_has_is_an_error(tmp_path: Path, st
 def test_counters_that_are_no_numbers_and_fewer_elements_than_stated_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.safetensors"
     slices = {"a": Slice("a", (2, 2), None, 0, 4)}
-    write_shard(path, ShardHeader(0, slices, {"step": "x"}), [])  # type: ignore[dict-item]
+    write_parts(path, shard_parts(ShardHeader(0, slices, {"step": "x"}), []))  # type: ignore[dict-item]
     with pytest.raises(CorruptShardError, match="is no number"):
         ShardFile(path)
-    write_shard(
-        path, ShardHeader(0, slices, {"step": 1.0}), [Entry("weight/a", torch.ones(2)), Entry("z", torch.ones(9))]
-    )
+    entries = [Entry("weight/a", torch.ones(2)), Entry("z", torch.ones(9))]
+    write_parts(path, shard_parts(ShardHeader(0, slices, {"step": 1.0}), entries))
     with pytest.raises(CorruptShardError, match="has 2 elements, and 4 are stated"):
         StateReader(tmp_path, 0, [slices["a"]], [path.name]).read("weight", slices["a"])

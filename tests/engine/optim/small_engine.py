@@ -9,7 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.checkpoint.flat_shards import ShardedState
-from scaletrain_cli.engine.checkpoint.shard_file import ShardHeader, Slice, StateReader, shard_name, write_shard
+from scaletrain_cli.engine.checkpoint.shard_file import (
+    ShardHeader,
+    Slice,
+    StateReader,
+    shard_name,
+    shard_parts,
+    write_parts,
+)
 from scaletrain_cli.engine.checkpoint.snapshot import Snapshot, restore_state
 from scaletrain_cli.engine.deepspeed_engine import offload_config, precision_config, prepare_deepspeed
 from scaletrain_cli.engine.optim.averaging import WeightAverage
@@ -157,7 +164,7 @@ def save(small: Small, folder: Path, average: WeightAverage | None = None) -> No
     states, rank = _held(small), dist.get_rank()
     entries, counts = Snapshot(states, average).take()
     header = ShardHeader(rank, {piece.name: piece for piece in _owned(states)}, counts.usual, counts.others)
-    write_shard(folder / shard_name(rank), header, entries)
+    write_parts(folder / shard_name(rank), shard_parts(header, entries))
     dist.barrier()
 
 

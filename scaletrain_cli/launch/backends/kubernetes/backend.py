@@ -343,7 +343,7 @@ class KubernetesBackend(Backend):
             raise SchedulerError(why) if is_final else ViewWaitsError(why)
         require_kubectl()
         cluster, seen = self._observe(ref, record)
-        if (serving := serving_pod(seen.pods)) is not None:
+        if (serving := serving_pod(record, seen.pods)) is not None:
             yield NodeCommand(view_in_pod(ref, str(serving["metadata"]["name"]), record))
             return
         job = job_of(seen, ref.job_id, time.time(), cancelled=run.is_cancelled)

@@ -246,12 +246,15 @@ def _missing(spec: RunSpec) -> Iterator[Problem]:
     if kubernetes.image is None:
         yield problem(spec, "image", reason("image-missing", guide=str(project_file("k8s/README.md"))))
     if kubernetes.runs.per_pod:
-        if spec.cluster.nodes > 1:
+        only = spec.env.get(ONLY)
+        if spec.cluster.nodes > 1 and (only == "rehearsal" or spec.code.own_program):
+            yield problem(spec, "runs.per_pod", reason("per-pod-shared", nodes=spec.cluster.nodes), "true")
+        elif spec.cluster.nodes > 1 and only is None and not spec.keeps_run_in_mirror:
             yield problem(spec, "runs.per_pod", reason("per-pod-gang", nodes=spec.cluster.nodes), "true")
         dotted, folder = "checkpoint.dir", PurePosixPath(spec.checkpoint.dir)
         volumes = [volume.path for volume in spec.cluster.kubernetes.volumes if not volume.read_only]
         is_kept = folder.is_absolute() and any(map(folder.is_relative_to, volumes))
-        if spec.env.get(ONLY) is None and not is_kept and not spec.keeps_run_in_mirror:
+        if only is None and not is_kept and not spec.keeps_run_in_mirror:
             lost = reason("checkpoints-lost", volumes=volumes) if volumes else reason("checkpoints-lost-no-volume")
             yield Problem.because(spec.where(dotted), dotted, lost, spec.checkpoint.dir)
     elif kubernetes.runs.claim is None:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_SECONDS = 1800.0  # pulling a large image takes many minutes
 DECISION_SECONDS = 45.0  # for the other nodes to end by themselves, and for pod 0 to decide
+DECISION_READ_SECONDS = 15.0  # for the other pods to read the decision from pod 0, without a shared volume
 _VOLUME_SECONDS = 60.0  # until other nodes see the files of pod 0: file systems cache that a file is missing
 _POLL_SECONDS = 0.5
 _MOST_GANGS = 3  # gangs that may fail because of the volume before the job fails
@@ -132,10 +133,11 @@ def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str
 
 def run_pod(options: PodOptions) -> PodEnd:
     """Run from the rendezvous to the decision to end. Raises ScaletrainError if no attempt could begin."""
-    started = _begin(options) if options.node_rank == 0 else _join(options)
-    while not isinstance(started, PodEnd):
-        started = _run_attempt(options, *started)
-    return started
+    with contextlib.ExitStack() as until_end:
+        started = _begin(options, until_end) if options.node_rank == 0 else _join(options, until_end)
+        while not isinstance(started, PodEnd):
+            started = _run_attempt(options, *started)
+        return started
 
 
 def _run_attempt(options: PodOptions, run: RunDir, number: int) -> tuple[RunDir, int] | PodEnd:
@@ -175,15 +177,20 @@ def _run_attempt(options: PodOptions, run: RunDir, number: int) -> tuple[RunDir,
         return _await_decision(run, number, code, why)
     record = read_record(run)
     end = _decide_on_restart(options, run, record, number, code)
-    if isinstance(end, PodEnd) and end.exit_code == 0 and not shared and record.spec.env.get(ONLY) == "preflight":
+    is_left = not shared and not record.spec.cluster.kubernetes.runs.per_pod
+    if isinstance(end, PodEnd) and end.exit_code == 0 and is_left and record.spec.env.get(ONLY) == "preflight":
         shutil.rmtree(run.path, ignore_errors=True)  # the submitting machine does not mount this volume
     return end
 
 
-def _begin(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
-    """Return, in pod 0, the run and its new attempt once all pods have joined; else the end of all pods."""
+def _begin(options: PodOptions, until_end: contextlib.ExitStack) -> tuple[RunDir, int] | PodEnd:
+    """Return, in pod 0, the run and its new attempt once all pods have joined; else the end of all pods.
+
+    Pods without a shared volume read and write this run directory until ``until_end`` is closed.
+    """
     from scaletrain_cli.launch.attempts import begin_attempt
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import RendezvousServer
+    from scaletrain_cli.launch.backends.kubernetes.run_server import RunServer
     from scaletrain_cli.launch.restart import conclude_abandoned, conclude_run, why_not_begin
     from scaletrain_cli.launch.resume_elsewhere import complete_from_mirror, return_from_mirror, set_older_aside
     from scaletrain_cli.rundir.record import checkpoint_folder, place_documents
@@ -201,7 +208,11 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
         if is_received:
             logger.info("the history and the checkpoint of the run are here from its mirror")
     prepare_own_data(run, record)
-    server = RendezvousServer(options.rendezvous_port, _gang_key(options), record.spec.cluster.nodes - 1)
+    others = range(1, record.spec.cluster.nodes)
+    run_server = None
+    if others and record.spec.cluster.kubernetes.runs.per_pod:
+        run_server = until_end.enter_context(RunServer(run, *_place_of_files(options)))
+    server = RendezvousServer(options.rendezvous_port, _gang_key(options), len(others))
     try:
         said = server.gather(RENDEZVOUS_SECONDS, _is_terminating)
         with _volume_in_use(options):
@@ -223,6 +234,8 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
                 after=after,
                 lost_nodes_free=not options.workload.startswith("volcano/"),  # which counts each restart
             )
+        if run_server is not None:
+            until_end.callback(run_server.wait_for_readers, "attempt.json", others, DECISION_READ_SECONDS)
         server.broadcast({"attempt": number, "run_id": run.run_id})
         return run, number
     except ScaletrainError as error:
@@ -245,11 +258,31 @@ def _gang_key(options: PodOptions) -> GangKey:
     return GangKey(options.gang, hashlib.sha256((options.documents / "run.json").read_bytes()).digest())
 
 
-def _join(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
-    """Return, in the other pods, the run and its new attempt as pod 0 sends them, or the end of all pods."""
-    from scaletrain_cli.launch.backends.kubernetes.rendezvous import join
-    from scaletrain_cli.rundir.paths import RunDir
+def _place_of_files(options: PodOptions) -> tuple[int, bytes]:
+    """Return the port at which pod 0 serves its run directory to pods without a shared volume, and the key for it."""
+    key = _gang_key(options)
+    return options.rendezvous_port + 1, hashlib.sha256(key.key + key.gang.encode()).digest()
 
+
+def _join(options: PodOptions, until_end: contextlib.ExitStack) -> tuple[RunDir, int] | PodEnd:
+    """Return, in the other pods, the run and its new attempt as pod 0 sends them, or the end of all pods.
+
+    Pods without a shared volume have a run directory of their own, whose records are those of pod 0 until
+    ``until_end`` is closed.
+    """
+    from scaletrain_cli.launch.backends.kubernetes.rendezvous import RendezvousError, join
+    from scaletrain_cli.launch.backends.kubernetes.run_sync import RunSync
+    from scaletrain_cli.rundir.paths import RunDir
+    from scaletrain_cli.rundir.record import place_documents, specs_of_documents
+    from scaletrain_cli.worker.remote_run import PAUSES, VARIABLE, RemoteRun, address_of
+
+    (*_, newest) = specs_of_documents(options.documents)
+    is_own = bool(newest["cluster"]["kubernetes"]["runs"]["per_pod"])
+    if is_own:
+        with _volume_in_use(options):
+            own_run, record = place_documents(options.documents, options.runs_root)
+            fetch_code(own_run, record)
+        prepare_own_data(own_run, record)
     said = {"node": options.node_name, "pod": options.pod_name}
     place = (options.master_addr, options.rendezvous_port, _gang_key(options), options.node_rank)
     answer = join(*place, said, RENDEZVOUS_SECONDS, _is_terminating)
@@ -257,6 +290,16 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | PodEnd:
         logger.error("%s", answer["why"])
         return PodEnd(int(answer["exit_code"]), reason_from(answer["reason"]))
     run = RunDir(options.runs_root / str(answer["run_id"]))
+    if is_own:
+        port, key = _place_of_files(options)
+        try:
+            remote = RemoteRun(run, address_of(options.master_addr, port), port, options.node_rank, key)
+            os.environ[VARIABLE] = remote.for_environment()  # for the ranks
+            until_end.enter_context(RunSync(remote, int(answer["attempt"])))
+        except OSError as error:
+            address, seconds = f"{options.master_addr}:{port}", sum(PAUSES)
+            params = {"address": address, "seconds": seconds, "said": str(error)}
+            raise RendezvousError(reason("rendezvous-timeout", **params)) from error
     if not _has_begun(run, int(answer["attempt"])):
         folder = str(run.attempt(answer["attempt"]))
         raise WrongNodesError(reason("volume-not-shared", folder=folder, node=options.node_name))

@@ -96,9 +96,15 @@ _FINAL = tuple(
 )
 
 
-def serving_pod(pods: Sequence[Object]) -> Object | None:
-    """Return a running pod of the run whose node reports, pod 0 if possible; None if there is none."""
-    return min([pod for pod in pods if is_running(pod) and reports(pod)], key=index_of, default=None)
+def serving_pod(record: RunRecord, pods: Sequence[Object]) -> Object | None:
+    """Return a running pod of the run whose node reports, pod 0 if possible; None if there is none.
+
+    Without a shared volume only pod 0 has what a view shows.
+    """
+    serving = [pod for pod in pods if is_running(pod) and reports(pod)]
+    if record.spec.cluster.kubernetes.runs.per_pod:
+        serving = [pod for pod in serving if index_of(pod) == 0]
+    return min(serving, key=index_of, default=None)
 
 
 def view_in_pod(ref: JobRef, pod: str, record: RunRecord) -> tuple[str, ...]:

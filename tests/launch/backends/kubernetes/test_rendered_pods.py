@@ -61,11 +61,26 @@ def environment(made: Manifest, known: dict[str, str], secrets: dict[tuple[str, 
     return found
 
 
-def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int, engine: str | None = None) -> Any:
-    """Start a pod; without an engine as a fork, which has the stand-in's, else by the command of its container."""
+# Mounts a folder at another one for one process and its children: root's, as in a container.
+MOUNTED = ("unshare", "--mount", "--propagation", "private", "sh", "-ec", 'mount --bind "$1" "$2"; shift 2; exec "$@"')
+
+
+def start_pod(
+    made: Manifest,
+    backend: str,
+    number: int,
+    folder: Path,
+    port: int,
+    engine: str | None = None,
+    volume: Path | None = None,
+) -> Any:
+    """Start a pod; without an engine as a fork, which has the stand-in's, else by the command of its container.
+
+    ``volume``: where the pod, with an engine, sees ``folder/volume``, if not there.
+    """
     container = container_of(made)
     assert container["command"] == ["python", *python_words(AGENT_MODULE)]
-    mounts = {"/volume": str(folder / "volume"), DOCUMENTS_PATH: str(folder / "documents")}
+    mounts = {"/volume": str(volume or folder / "volume"), DOCUMENTS_PATH: str(folder / "documents")}
     assert mounts.keys() < {mount["mountPath"] for mount in container["volumeMounts"]}
     pod_environment = environment(made, fields(backend, number), {("hub-login", "token"): "hf_0123"})
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -73,8 +88,12 @@ def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int
     variables = {**os.environ, **pod_environment, **here}
     if engine is None:
         return Forked(AGENT_MODULE, arguments, forking(variables))
+    mounted: list[str] = []
+    if volume is not None:
+        (folder / "volume").mkdir()
+        mounted = [*MOUNTED, "sh", str(folder / "volume"), str(volume)]
     return subprocess.Popen(
-        [sys.executable, *container["command"][1:], *arguments],
+        [*mounted, sys.executable, *container["command"][1:], *arguments],
         env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""A run of one node whose pods keep its directory on a volume of their own: the mirror is its only lasting place."""
+"""A run whose pods keep its directory on a volume of their own: the mirror is its only lasting place."""
 
 import shutil
 from dataclasses import dataclass
@@ -70,10 +70,15 @@ def kept(make_run: MakeRun, tmp_path: Path) -> Kept:
     return Kept(make_run(*settings, **fake), tmp_path)
 
 
-def test_a_mirror_is_enough_for_a_run_of_one_node() -> None:
-    require_submittable(make_spec(*ALONE, "checkpoint.mirror.to=s3://bucket/runs"))
-    with pytest.raises(SpecError):
-        require_submittable(make_spec(*ALONE, "checkpoint.mirror.to=s3://bucket/runs", "cluster.nodes=2"))
+def test_a_mirror_is_enough_unless_a_program_of_the_users_needs_a_shared_volume() -> None:
+    kept = (*ALONE, "checkpoint.mirror.to=s3://bucket/runs")
+    require_submittable(make_spec(*kept))
+    require_submittable(make_spec(*kept, "cluster.nodes=2"))
+    require_submittable(make_spec(*kept, "code.engine=train", "code.path=."))
+    with pytest.raises(SpecError) as refused:
+        require_submittable(make_spec(*kept, "code.engine=train", "code.path=.", "cluster.nodes=2"))
+    codes = [problem.reason.code for problem in refused.value.problems if problem.reason is not None]
+    assert codes == ["kubernetes.per-pod-shared"]
 
 
 def test_a_later_pod_continues_from_the_mirror_and_the_one_before_stops(kept: Kept) -> None:
