@@ -28,7 +28,6 @@ MEASURED = {
     "engine/parity/table.py": 2,
     # They choose when to kill a process.
     "data/pipeline/test_claims.py": 2,
-    "data/pipeline/test_prepare.py": 2,
     # A clock of the test, or a part of what is tested.
     "launch/node/test_code.py": 1,
     "slurm_cluster/cluster.py": 2,

@@ -61,14 +61,6 @@ def test_each_source_is_read_in_order_without_a_gap_across_stages(
     assert (taken == mixture.counts(begin + 100)).all()
 
 
-def test_ten_thousand_samples_of_three_sources_have_the_shares_of_the_weights_within_a_thousandth() -> None:
-    weights = (0.7, 0.2, 0.1)
-    mixture = Mixture([Stage(0, weights), Stage(5_000, (0.2, 0.1, 0.7))])
-    sources = np.array([mixture.place(sample).source for sample in range(10_000)])
-    for part, expected in ((sources[:5_000], weights), (sources[5_000:], (0.2, 0.1, 0.7))):
-        assert np.abs(np.bincount(part, minlength=3) / 5_000 - expected).max() < 0.001
-
-
 def test_a_source_with_weight_0_gives_no_sample_until_a_stage_gives_it_one() -> None:
     mixture = Mixture([Stage(0, (1.0, 0.0)), Stage(1000, (0.5, 0.5))])
     assert [mixture.place(sample).source for sample in range(1000)] == [0] * 1000

@@ -115,6 +115,9 @@ NUMBERS = ImageSettings(targets="numbers", validation_share=0.0)
 CASES = {
     "empty file": Case(folder("bee/2.jpg", b""), "pictures/bee/2.jpg", "the file is empty"),
     "text with the suffix of an image": Case(folder("bee/2.jpg", b"hello"), "bee/2.jpg", "not an image in one of the"),
+    "EPS": Case(
+        folder("bee/2.jpg", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "bee/2.jpg", "not an image in one"
+    ),
     "truncated JPEG": Case(folder("bee/2.jpg", GOOD[:-200]), "bee/2.jpg", "truncated", skips=True),
     "truncated header": Case(folder("bee/2.jpg", GOOD[:20]), "bee/2.jpg", "not an image in one of the"),
     "decompression bomb": Case(folder("bee/2.png", bomb()), "bee/2.png", "decompression bomb"),

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scaletrain_cli.data.images.decode import BadImageError, decode
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.data.images.decode import decode
 
 ORIENTATION = 0x0112
 # EXIF (CIPA DC-008, 4.6.4): where row 0 and column 0 of the stored pixels are in the upright image.
@@ -75,22 +74,3 @@ def test_16_bits_keep_their_upper_8() -> None:
     pixels = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
     found = np.asarray(decode(file_of(Image.fromarray(pixels)), "a.png", 1))
     assert np.array_equal(found, np.arange(256).reshape(16, 16))
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (file_of(Image.fromarray(noise(64, 64)), "JPEG")[:-900], "truncated"),
-        (file_of(Image.fromarray(noise(64, 64)))[:2000], "truncated"),
-        (b"<html>404</html>", "not an image in one of the formats JPEG, PNG"),
-        (b"", "the file is empty"),
-        (file_of(Image.fromarray(np.ones((2, 2), np.float32)), "TIFF"), "32 bits"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "not an image"),
-    ],
-)
-def test_a_bad_image_is_named_with_its_place(content: bytes, problem: str) -> None:
-    with pytest.raises(BadImageError, match=problem) as caught:
-        decode(content, "shard-7.tar:n01/3.jpg", 3)
-    assert str(caught.value).startswith("shard-7.tar:n01/3.jpg: the image cannot be decoded")
-    assert caught.value.exit_code == ExitCode.DO_NOT_REQUEUE
-    assert caught.value.evidence["file"] == "shard-7.tar:n01/3.jpg"

@@ -69,6 +69,7 @@ def test_images_of_a_held_out_split_are_indexed_alone(names: tuple[str, ...], re
     assert [sample.key for sample in samples] == read
     classes = zero_shot_classes(run, found.document, made[ZERO_SHOT])
     assert [classes[int(str(sample.label))] for sample in samples] == [key.partition("/")[0] for key in read]
+    assert datasets_of(run, runs) == {"source": made["source"]}, "they are not shown as a source of training"
     answer = prepare_images(run, runs, 1)
     assert answer["train_samples"] + answer["validation_samples"] == 20  # of pairs alone
     assert answer["sources"][1]["train_samples"] == len(read)
@@ -146,16 +147,6 @@ def test_the_classes_of_an_index_that_is_given_have_the_names_of_the_file(tmp_pa
         named("cat", "shark")
 
 
-def test_folders_have_the_names_that_equal_theirs_up_to_case(tmp_path: Path) -> None:
-    write_shards(tmp_path / "shards", 1, 20)
-    write_folder(tmp_path / "pictures", ("cat/1.png", "red_dog/1.png"))
-    run = spec(tmp_path, source(tmp_path / "pictures"), names_in(tmp_path, "red dog", "Cat"))
-    made = prepare_run_datasets(run, tmp_path / "runs", {}, 1, ignore)[ZERO_SHOT]
-    found = open_images(made)["train"]
-    names = zero_shot_classes(run, found.document, made)
-    assert [names[int(str(found.read(number).label))] for number in range(2)] == ["Cat", "red dog"]
-
-
 @pytest.mark.parametrize(
     ("names", "labels"),
     [(("Red-Dog", "Cat"), {"cat": 1, "red_dog": 0}), (("goldfish", "shark"), {"cat": 0, "red_dog": 1})],
@@ -166,14 +157,6 @@ def test_a_file_names_classes_of_training_alike(names: tuple[str, ...], labels: 
     found = open_images(index(tmp_path / "pictures", tmp_path / "runs", settings))["train"]
     samples = [found.read(number) for number in range(2)]
     assert {sample.key.partition("/")[0]: sample.label for sample in samples} == labels
-
-
-def test_the_images_of_zero_shot_are_not_shown_as_a_source_of_training(tmp_path: Path) -> None:
-    write_shards(tmp_path / "shards", 1, 20)
-    write_folder(tmp_path / "pictures", ("cat/1.png", "dog/1.png"))
-    run, runs = spec(tmp_path, source(tmp_path / "pictures")), tmp_path / "runs"
-    made = prepare_run_datasets(run, runs, {}, 1, ignore)
-    assert datasets_of(run, runs) == {"source": made["source"]}
 
 
 @pytest.mark.parametrize(

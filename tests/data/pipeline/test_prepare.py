@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -140,38 +135,3 @@ def test_another_tokenizer_keeps_the_decisions_and_a_second_source_keeps_the_fir
     both = prepare(Preparation((web, books), steps, tokenizer, 0.1), tmp_path / "data", 1, ignore)
     assert both["web"] == first["web"]
     assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
-def main(folder: str, workers: str, tokenizer: str) -> None:
-    """Prepare in a process of its own, which the test kills."""
-    given = preparation(Path(folder), Path(tokenizer).read_text(encoding="utf-8"), 150)
-    prepare(given, Path(folder) / "data", int(workers), ignore)
-
-
-@pytest.mark.long
-def test_fifty_kills_at_random_moments_change_no_byte(tokenizer: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    expected = preparation(tmp_path, tokenizer, 150)
-    started = time.monotonic()
-    prepare(expected, tmp_path / "whole", 1, ignore)
-    seconds = time.monotonic() - started
-    draw, killed, finished = random.Random(7), 0, 0
-    while killed < 50:
-        words = [sys.executable, __file__, str(tmp_path), str(draw.choice([1, 2])), str(tmp_path / "tokenizer.json")]
-        process = subprocess.Popen(words, start_new_session=True, cwd=Path(__file__).parents[3])
-        try:
-            assert process.wait(timeout=1.0 + draw.random() * seconds) == 0
-            finished += 1
-            (tmp_path / "data").rename(tmp_path / f"finished-{finished}")
-            assert files_below(tmp_path / f"finished-{finished}") == files_below(tmp_path / "whole")
-        except subprocess.TimeoutExpired:
-            killed += 1
-        finally:
-            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-            process.wait()
-    prepare(expected, tmp_path / "data", 2, ignore)
-    assert files_below(tmp_path / "data") == files_below(tmp_path / "whole")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

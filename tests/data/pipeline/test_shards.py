@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,37 +50,6 @@ def test_a_shard_has_the_tokens_of_a_plain_loop(tokenizer: Tokenizer, tmp_path: 
         assert getattr(info, f"{split}_documents") == len(ends[split])
     assert info.bytes == sum(len(text.encode()) for text in TEXTS)
     assert 0.1 < info.validation_documents / len(TEXTS) < 0.3
-
-
-def test_a_shard_that_fails_half_way_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    def documents() -> object:
-        yield from encoded(tokenizer, TEXTS[:300], 7, "uint16")
-        raise OSError("the disk is full")
-
-    with pytest.raises(OSError, match="full"):
-        write_shard(tmp_path / "shards" / "0", documents(), 0.2)  # type: ignore[arg-type]
-    assert list((tmp_path / "shards").iterdir()) == []
-
-
-def shard_of(folder: Path, vocabulary: str, number: int) -> None:
-    write_shard(folder / f"{number}", encoded(Tokenizer.from_str(vocabulary), TEXTS[number::8], 7, "uint16"), 0.2)
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-@pytest.mark.long  # test_prepare.py has the same of whole preparations
-def test_any_number_of_workers_writes_the_same_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    for workers in (1, 2):
-        work = partial(shard_of, tmp_path / str(workers), tokenizer.to_str())
-        with Workers(workers) as pool:
-            assert list(pool.run(work, range(8))) == list(range(1, 9))
-    assert digests(tmp_path / "1") == digests(tmp_path / "2")
 
 
 def test_a_killed_worker_is_an_error_that_says_so() -> None:
