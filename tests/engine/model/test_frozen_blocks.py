@@ -51,6 +51,7 @@ TRAINED = {
     "down": ("down_proj", "mlp.c_proj"),
     "queries and down": ("q_proj", "c_attn", "down_proj", "mlp.c_proj"),
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "attn.c_proj"),
+    "everything": ("",),
     "norms": ("input_layernorm", "post_attention_layernorm", "ln_1", "ln_2"),
 }
 
@@ -60,7 +61,7 @@ def trained_modules(model: ModelSpec, endings: tuple[str, ...]) -> frozenset[str
     names = [*(layer.name for layer in graph.linears), graph.attention_norm, graph.mlp_norm, *graph.head_norms]
     names += [norm for norm in graph.latent_norms if norm]
     names += [graph.after_attention, graph.after_mlp, graph.sinks]
-    return frozenset(name for name in names if name.endswith(endings)) if endings else frozenset()
+    return frozenset(name for name in names if name and name.endswith(endings)) if endings else frozenset()
 
 
 @cache
@@ -114,7 +115,8 @@ def blocks(modules: frozenset[str], reached: bool) -> list[BlockTraining]:
 FEWER = {("gemma2", what, False) for what in ("queries", "values", "queries and down")}
 CASES = [case for case in itertools.product(MODELS, TRAINED, (True, False)) if case not in FEWER]
 CASES = [(name, what, reached) for name, what, reached in CASES if what != "sinks" or name == "sinks"]
-OF_OTHERS = ("queries", "values", "norm over queries", "sinks")  # and of one family all; the others are long
+# Of one family all are short; of the others these.
+OF_OTHERS = ("everything", "queries", "values", "norm over queries", "sinks")
 
 
 def is_short(name: str, what: str, reached: bool) -> bool:
@@ -142,6 +144,16 @@ def test_a_pass_saves_and_computes_what_is_planned(name: str, what: str, reached
     attended = [backward_products(model, one, experts=False).attention for one in blocks(modules, reached)]
     backward = sum(flops - 2 * core * mixed for (_, flops), mixed in zip(flops_by_block, attended, strict=True))
     assert (forward, backward) == (measured.forward, measured.backward)
+
+
+def test_sinks_biases_of_experts_and_a_clamp_of_swiglu_save_nothing() -> None:
+    experts = {**SIZES, "num_key_value_heads": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    own = {"attention_sinks": True, "bias": True, "router_bias": True, "swiglu_limit": 7.0}
+    models = [model_of("llama-7b", **experts, **more) for more in ({}, own)]
+    plain, more = (Saved(model, trained_modules(model, ("",)), True, torch.bfloat16).saved for model in models)
+    assert more == pytest.approx(plain, abs=1)
+    plain, more = (token_activations(model, BlockKernels(2)).saved for model in models)
+    assert more == plain
 
 
 @pytest.mark.parametrize("what", ["lm_head*", "model.norm.*", "*.1.mlp.down_proj.*"])

@@ -1,7 +1,5 @@
 """Activation bytes: against the paper, and against what autograd really saves of the engine's own model."""
 
-import pytest
-
 from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS
 from scaletrain_cli.plan.memory.activations import (
     LOSS_CHUNK_TOKENS,
@@ -13,7 +11,6 @@ from scaletrain_cli.plan.memory.activations import (
     token_activations,
 )
 from scaletrain_cli.plan.memory.block_activations import BlockKernels
-from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
 
 
@@ -83,73 +80,3 @@ def test_the_loss_is_chunked_if_it_would_take_much_of_the_device() -> None:
     assert chosen_cross_entropy(spec, most + 1, 1, device) == "chunked"
     assert chosen_cross_entropy(spec_of("llama-3-8b", training__cross_entropy="liger"), 1, 1, device) == "liger"
     assert FRAMEWORKS["megatron"].cross_entropy(spec_of("llama-3-8b"), 10**6, 1, device) == "whole"
-
-
-def counted_and_saved(shape: dict[str, object], precision: str) -> tuple[int, float]:
-    """Return the bytes per token of one block: as planned, and as autograd saves them."""
-    torch = pytest.importorskip("torch")
-    from pathlib import Path
-
-    from scaletrain_cli.spec import ModelSpec
-    from scaletrain_cli.spec.loading import complete
-    from tests.engine.fresh_model import build_model
-
-    batch, seq_len = 2, 64
-    dims = {
-        **model_sizes(hidden=128, heads=8, intermediate=384, vocab=256, seq_len=seq_len),
-        "tie_word_embeddings": True,
-        **shape,
-    }
-
-    def saved_bytes(layers: int) -> tuple[ModelSpec, int]:
-        model_spec = ModelSpec.model_validate(complete({**dims, "num_hidden_layers": layers}, Path(), {}))
-        model = build_model(model_spec, seed=0)
-        model = model.to(torch.bfloat16) if precision == "bf16" else model
-        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        kept = {}
-
-        def keep(tensor: object) -> object:
-            storage = tensor.untyped_storage()  # type: ignore[attr-defined]
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # holding it keeps the address from reuse
-            return tensor
-
-        tokens = torch.randint(0, 256, (batch, seq_len))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(tokens, tokens)
-        assert loss.requires_grad
-        return model_spec, sum(size for size, _ in kept.values())
-
-    model_spec, few = saved_bytes(1)
-    _, many = saved_bytes(3)
-    measured = (many - few) / 2 / (batch * seq_len)
-    counted = token_activations(model_spec, BlockKernels(4 if precision == "fp32" else 2)).saved
-    return counted, measured
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"family": "gpt"},
-        {"family": "llama"},
-        {"family": "llama", "num_key_value_heads": 4},
-        {"family": "llama", "num_key_value_heads": 2, "qk_norm": True},
-    ],
-    ids=["gpt", "llama", "grouped", "qk_norm"],
-)
-def test_autograd_saves_what_the_planner_counts(shape: dict[str, object], precision: str) -> None:
-    counted, measured = counted_and_saved(shape, precision)
-    assert counted == pytest.approx(measured, abs=8)  # LayerNorm's statistics are 16 bits on CPU and fp32 on CUDA
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sinks_biases_of_experts_and_a_clamp_of_swiglu_save_nothing(precision: str) -> None:
-    experts: dict[str, object] = {"family": "llama", "num_experts": 4, "num_experts_per_tok": 2}
-    plain = counted_and_saved(experts, precision)
-    own = {"attention_sinks": True, "bias": True, "router_bias": True, "swiglu_limit": 7.0}
-    counted, measured = (
-        more - less for more, less in zip(counted_and_saved({**experts, **own}, precision), plain, strict=True)
-    )
-    assert counted == pytest.approx(measured, abs=1)
-    assert counted == 0

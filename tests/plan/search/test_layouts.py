@@ -59,12 +59,6 @@ def test_stage_0_in_bf16_becomes_stage_1_with_a_warning() -> None:
     assert any("layout.zero_stage = 0 with bf16 runs as ZeRO-1" in str(warning) for warning in plan.warnings)
 
 
-def test_stage_0_in_fp32_stays() -> None:
-    plan = make_plan(spec_of("gpt2", layout__zero_stage=0, training__precision="fp32"))
-    assert plan.layout.zero_stage == 0
-    assert not any("ZeRO-1" in str(warning) for warning in plan.warnings)
-
-
 @given(st.integers(1, 10**9))
 def test_divisors_divide_and_come_in_pairs(number: int) -> None:
     found = divisors(number)

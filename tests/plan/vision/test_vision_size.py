@@ -90,22 +90,6 @@ def test_training_costs_six_operations_per_multiplication() -> None:
     assert network(model).training_flops == 6 * network(model).macs
 
 
-def test_convolutions_cost_with_the_area_of_the_image() -> None:
-    small, large = (network(model_of("resnet-50", image_size=size)).macs for size in (224, 448))
-    assert large == pytest.approx(4 * small, rel=0.01)
-
-
-def test_attention_costs_with_the_square_of_the_patches() -> None:
-    small, large = (network(model_of("vit-base-patch16", image_size=size)).macs for size in (224, 448))
-    assert large > 4 * small
-
-
-def test_an_image_size_that_strides_do_not_divide_loses_the_remainder() -> None:
-    for preset in ("resnet-50", "convnext-tiny"):
-        odd, even = (network(model_of(preset, image_size=size)).macs for size in (223, 256))
-        assert 0 < odd < even
-
-
 def test_without_layer_scale_a_block_has_fewer_parameters() -> None:
     scaled, plain = model_of("convnext-tiny"), model_of("convnext-tiny", layer_scale_init_value=0)
     widths = sum(size * depth for size, depth in zip(scaled.hidden_sizes, scaled.depths, strict=True))
