@@ -139,13 +139,6 @@ def test_any_override_gives_a_plan_or_an_error(recipe: Path, settings: list[str]
     check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
 
 
-@pytest.mark.long
-@patient
-@given(st.sampled_from(RECIPES), st.lists(legal, min_size=1, max_size=4))
-def test_settings_of_valid_types_give_a_plan_or_a_reason(recipe: Path, settings: list[str]) -> None:
-    check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
-
-
 @settings(patient, max_examples=settings().max_examples // 3)  # each plans several times
 @given(st.sampled_from(RECIPES), st.lists(legal, min_size=1, max_size=4))
 def test_any_plan_can_be_explained(recipe: Path, settings: list[str]) -> None:

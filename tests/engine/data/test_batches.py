@@ -109,15 +109,6 @@ def test_every_layout_reads_the_same_tokens_under_the_same_names(mask: bool) -> 
         assert all(each == read[0] for each in read[1:])
 
 
-def test_sequence_ranks_hold_neighbouring_slices_of_the_same_sequences() -> None:
-    first, second = (reader.batch(4).micro_batches()[0] for reader in readers(1, 2, 6))
-    (whole,) = (reader.batch(4).micro_batches()[0] for reader in readers(1, 1, 6))
-    assert torch.equal(torch.cat([first.tokens, second.tokens], 1), whole.tokens)
-    assert torch.equal(torch.cat([first.labels, second.labels], 1), whole.labels)
-    assert torch.equal(torch.cat([first.positions, second.positions]), whole.positions)
-    assert torch.equal(first.samples, second.samples)
-
-
 def test_only_the_first_token_of_each_document_is_not_counted() -> None:
     reader = readers(1, 1, GLOBAL_BATCH, mask=True)[0]
     plain = readers(1, 1, GLOBAL_BATCH)[0].batch(2)

@@ -203,6 +203,14 @@ def spans_in_the_loss(plain: Any, document: Encoded) -> tuple[list[str], str]:
     return [plain.decode(run.tolist(), skip_special_tokens=False) for run in runs], rest
 
 
+def ends_of_turns(plain: Any, document: Encoded) -> list[str]:
+    """Return the last token, without white space, of each run of tokens in the loss."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], document.weights > 0, [0]]).astype(int)))
+    runs = [document.ids[start:stop].tolist() for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    words = [[plain.decode([token], skip_special_tokens=False) for token in run] for run in runs]
+    return [next(word for word in reversed(run) if word.strip()) for run in words]
+
+
 @pytest.fixture
 def fixed_date(monkeypatch: pytest.MonkeyPatch) -> None:
     fix_date(monkeypatch, DATE)
@@ -261,6 +269,8 @@ def test_every_token_of_the_assistant_is_in_the_loss_and_no_token_of_a_prompt(na
     assert not [turn["content"] for turn in turns if turn["content"] and turn["content"] in rest]
     everything = plain.decode(document.ids.tolist(), skip_special_tokens=False)
     assert sum(map(len, spans)) + len(rest) == len(everything), "no character is lost at a border"
+    # Only eos_token of the tokenizer is known: what else ends turns is found, and recorded for the export.
+    assert {plain.token_to_id(end) for end in ends_of_turns(plain, document)} == document.stops
 
 
 @pytest.mark.usefixtures("fixed_date")

@@ -22,7 +22,6 @@ from scaletrain_cli.engine.data.splits import held_back_of, sequences_held_back,
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -59,12 +58,6 @@ def test_only_the_chunks_that_are_read_are_compared_and_each_once(tmp_path: Path
         checked.check(4 * CHUNK_BYTES, size)
     with pytest.raises(CorruptDataError, match="chunk 1 "):
         CheckedFile(tmp_path / "data", content).check(CHUNK_BYTES - 1, CHUNK_BYTES + 1)
-
-
-def test_a_dataset_of_another_schema_is_refused(tmp_path: Path) -> None:
-    write_document(tmp_path / "dataset.json", {"schema": "scaletrain.dataset/v3"})
-    with pytest.raises(UsageError, match="v3"):
-        open_source_dataset(tmp_path, 16)
 
 
 def test_values_of_dataset_json_that_were_edited_are_found_in_shards_too(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ from scaletrain_cli.data.stages import (
 )
 from scaletrain_cli.engine.data.sample_order import (
     mixture_of_run,
-    permute,
-    places_in_batch,
     sample_at,
     sample_order,
     samples_at,
@@ -34,7 +32,6 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.sources import SourceSpec
 from tests.data.test_mixture import webster
-from tests.engine.data.images.pictures import layout
 from tests.launch.conftest import make_plan, make_spec
 
 SIZES = {"web": 700, "code": 90, "books": 333}
@@ -245,11 +242,6 @@ def test_a_mixture_that_is_replaced_before_the_first_step_leaves_no_trace(run: t
         assert shares == {"books": 0.25, "code": 0.75}
 
 
-@given(size=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
-def test_permute_is_a_permutation(size: int, key: int) -> None:
-    assert sorted(permute(index, size=size, key=key) for index in range(size)) == list(range(size))
-
-
 @given(seed=st.integers(0, 2**63 - 1), samples=st.integers(1, 300))
 def test_every_epoch_visits_every_sample_once(seed: int, samples: int) -> None:
     for epoch in range(3):
@@ -262,13 +254,6 @@ def test_epochs_and_seeds_have_different_orders() -> None:
         return [sample_at(epoch * 500 + i, seed=seed, samples=500) for i in range(500)]
 
     assert len({tuple(order(seed, epoch)) for seed in (1, 2, 3) for epoch in (0, 1)}) == 6
-
-
-def test_every_layout_divides_all_samples_of_a_batch() -> None:
-    for data, micro in ((1, 24), (1, 1), (2, 4), (4, 6), (8, 3), (24, 1)):
-        batches = [batch for rank in range(data) for batch in places_in_batch(layout(24, data, micro), rank)]
-        assert all(len(batch) == micro for batch in batches)
-        assert sorted(place for batch in batches for place in batch) == list(range(24))
 
 
 @pytest.mark.parametrize(("samples", "seed"), [(1, 0), (2, 3), (7, 1), (1000, 2**63), (70_001, 5)])
@@ -284,14 +269,6 @@ windows = st.lists(window, max_size=8)
 
 def batches_of(found: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> set[int]:
     return {number for first, last in found for number in range(first, last + 1)}
-
-
-def test_without_skip_ranges_a_step_trains_on_the_batch_of_its_number() -> None:
-    assert [batch_number(step, ()) for step in (1, 2, 900)] == [1, 2, 900]
-
-
-def test_a_skip_range_includes_both_ends() -> None:
-    assert [batch_number(step, ((3, 5),)) for step in (1, 2, 3, 4)] == [1, 2, 6, 7]
 
 
 @given(windows)

@@ -3,7 +3,6 @@
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 
 from scaletrain_cli.data.tokenizers.chat_templates import TemplateFiles
@@ -12,7 +11,7 @@ from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.row_examples import RowError
 from scaletrain_cli.spec.row_formats import parse_row
-from tests.engine.data.test_chat_masks import CASES, DATE, FAMILIES, encoded, example, source, special_tokens, tokenizer
+from tests.engine.data.test_chat_masks import encoded, ends_of_turns, tokenizer
 from tests.engine.data.test_row_parts import EVERY_TEMPLATE, chat_of
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Bergen"}}}
@@ -24,15 +23,6 @@ TURNS = [
     {"role": "user", "content": "Thanks."},
     {"role": "assistant", "content": "My pleasure."},
 ]
-
-
-def ends_of_turns(plain: Any, document: Any) -> list[str]:
-    """Return the last token, without white space, of each run of tokens in the loss."""
-    targets = np.concatenate([[0], document.weights > 0, [0]]).astype(int)
-    edges = np.flatnonzero(np.diff(targets))
-    runs = [document.ids[start:stop].tolist() for start, stop in zip(edges[::2], edges[1::2], strict=True)]
-    words = [[plain.decode([token], skip_special_tokens=False) for token in run] for run in runs]
-    return [next(word for word in reversed(run) if word.strip()) for run in words]
 
 
 def conversation(messages: list[dict[str, Any]], **row: Any) -> Any:
@@ -50,16 +40,6 @@ def test_a_turn_that_ends_with_the_role_of_the_next_one_learns_to_write_it() -> 
     assert document.stops == {plain.token_to_id("<|observation|>"), plain.token_to_id("<|user|>")}
 
 
-def test_an_end_after_a_generation_block_is_in_the_loss() -> None:
-    plain, chat = chat_of("llama-4")
-    (document,) = encoded(chat, conversation(TURNS))
-    assert ends_of_turns(plain, document) == ["<|eot|>"] * 3
-    in_the_loss = plain.decode(document.ids[document.weights > 0].tolist(), skip_special_tokens=False)
-    assert (
-        in_the_loss == '{"name": "weather", "parameters": {"town": "Bergen"}}<|eot|>It rains.<|eot|>My pleasure.<|eot|>'
-    )
-
-
 @pytest.mark.parametrize("loss_on", ["assistant", "last_assistant", "all"])
 @pytest.mark.parametrize("name", ["glm-4.5", "llama-4"])
 def test_an_answer_to_a_prompt_learns_to_stop(name: str, loss_on: str) -> None:
@@ -68,20 +48,6 @@ def test_an_answer_to_a_prompt_learns_to_stop(name: str, loss_on: str) -> None:
     pair = parse_row(row, "preference", FieldsSpec()).example
     for document in encoded(chat, pair):
         assert ends_of_turns(plain, document)[-1] in ("<|eot|>", "<|user|>")
-
-
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_each_turn_of_a_published_template_ends_with_a_token_that_stops_the_model(name: str, kind: str) -> None:
-    """Only eos_token of the tokenizer is known: what else ends turns is found, and recorded for the export."""
-    family = FAMILIES[name]
-    plain = tokenizer(name)
-    files = TemplateFiles(special_tokens(name), {"default": source(name)})
-    loss_on = "last_assistant" if kind in family.rewritten else "assistant"
-    chat = ChatTokenizer(plain, files, DataSpec(source="x", chat_template_date=DATE, loss_on=loss_on))
-    (document,) = encoded(chat, example(kind, family))
-    ends = ends_of_turns(plain, document)
-    assert ends
-    assert {plain.token_to_id(end) for end in ends} == document.stops
 
 
 _MESSAGE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from scaletrain_cli.data.tokenizers import template_environment
-from scaletrain_cli.data.tokenizers.chat_templates import CHATML
 from scaletrain_cli.engine.data.chat_template import SpecialTokens, compile_template
 from scaletrain_cli.spec.row_examples import RowError
 
@@ -58,8 +57,3 @@ def test_large_numbers_in_the_words_of_a_conversation_are_no_widths() -> None:
     messages = [{"role": "user", "content": "call 1234567890123"}, {"role": "assistant", "content": "no"}]
     rendered = compile_template(source, SpecialTokens({}), "2026-01-01").render(messages, None)
     assert rendered.text == "call call 1234567890123no"
-
-
-def test_a_usual_template_is_rendered_as_by_jinja_alone() -> None:
-    rendered = compile_template(CHATML, SpecialTokens({}), "2026-01-01").render(MESSAGES, None)
-    assert rendered.text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"

@@ -142,3 +142,10 @@ def fill_alike(model: CausalLM, peft_model: Any) -> None:
         if not parameter.any():
             parameter.normal_(0, 0.1, generator=generator)
         theirs.copy_(as_peft(name, parameter))
+
+
+class NoBase:
+    """Weights of a base model that nothing may read."""
+
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: object = None) -> torch.Tensor:
+        raise AssertionError(name)

@@ -19,6 +19,7 @@ from tests.engine.model.adapted_models import (
     MIXTRAL,
     QWEN2_MOE,
     TIED,
+    NoBase,
     as_peft,
     fill_alike,
     lora,
@@ -96,7 +97,7 @@ def test_names_and_shapes_are_those_of_the_spec(spec: ModelSpec, adapter: Adapte
 
 
 def test_a_shard_of_a_first_value_is_that_part_of_the_whole() -> None:
-    source = AdapterInitialization(_Nothing(), 5, CPU, {})
+    source = AdapterInitialization(NoBase(), 5, CPU, {})
     name, shape = "model.layers.0.self_attn.o_proj.lora_A.weight", (8, 32)
 
     whole = source.read(name, shape, None)
@@ -106,11 +107,6 @@ def test_a_shard_of_a_first_value_is_that_part_of_the_whole() -> None:
     for rank in range(4):
         spec = ShardSpec(1, 4, rank)
         assert torch.equal(source.read(name, shape, spec), spec.take(whole))
-
-
-class _Nothing:
-    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> torch.Tensor:
-        raise AssertionError(name)
 
 
 def test_a_rank_with_some_channels_drops_those_of_the_whole() -> None:

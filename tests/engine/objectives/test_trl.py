@@ -9,7 +9,7 @@ import torch
 from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.spec import RunSpec
-from tests.engine.model.adapted_models import with_peft
+from tests.engine.model.adapted_models import NoBase, with_peft
 from tests.engine.objectives.layouts import packed
 from tests.engine.objectives.rows import (
     Course,
@@ -86,7 +86,7 @@ ADAPTER = ("model.adapter={name: lora, rank: 8, alpha: 16}", "training.optimizer
 def use_peft(trl: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let TRL train the adapter of the spec, with the first values of ours; its reference is the model without one."""
     plain, adapter, made = trl._model, spec.transformer.adapter, []
-    values = AdapterInitialization(_Nothing(), spec.training.seed, torch.device("cpu"), {})
+    values = AdapterInitialization(NoBase(), spec.training.seed, torch.device("cpu"), {})
 
     def model(spec: RunSpec, folder: Path) -> Any:
         base = plain(spec, folder)
@@ -103,11 +103,6 @@ def use_peft(trl: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
         return theirs
 
     monkeypatch.setattr(trl, "_model", model)
-
-
-class _Nothing:
-    def read(self, name: str, whole_shape: tuple[int, ...], spec: object) -> torch.Tensor:
-        raise AssertionError(name)
 
 
 def test_sft_with_an_adapter_has_the_losses_of_trl(trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

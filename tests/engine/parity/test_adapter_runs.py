@@ -16,7 +16,7 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import write_record
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
-from tests.engine.model.adapted_models import ours
+from tests.engine.model.adapted_models import NoBase, ours
 from tests.engine.parity.comparison import assert_same, difference
 from tests.engine.parity.layouts import RankReport, train_in_layout, train_rank, whole_weights
 from tests.engine.parity.reference import Trained
@@ -152,10 +152,5 @@ def test_a_run_without_a_base_or_an_adapter_has_no_peft_form(dataset: Path, tmp_
     for overrides, code in (((), "engine.peft-without-adapter"), (LORA, "engine.peft-without-base")):
         spec = Row(0, overrides=overrides).spec(dataset, 6)
         with pytest.raises(UsageError) as refused:
-            peft_files(spec, _Nothing())
+            peft_files(spec, NoBase())
         assert refused.value.reason.code == code
-
-
-class _Nothing:
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        raise AssertionError(name)

@@ -109,8 +109,6 @@ def exported(spec: Any, weights: dict[str, Tensor], folder: Path) -> Path:
     return folder / "out"
 
 
-def without_changes(spec: Any) -> Any:
-    return spec.model_copy(update={"preset": None})
 
 
 def test_a_vit_equals_transformers_before_and_after_training(tmp_path: Path) -> None:
