@@ -50,7 +50,7 @@ ELSEWHERE = {
     "weights": "the first weights",
     "adapter": "tests/engine/model/test_adapters.py",
     "quantization": "of frozen weights, on GPUs",
-    "bias_update_speed": "tests/engine/parallel/test_expert.py",
+    "bias_update_speed": "tests/engine/parity/test_parity.py",
     "router_aux_loss_coef": "tests/engine/model/test_moe.py",
     "router_z_loss_coef": "tests/engine/model/test_moe.py",
 }

@@ -24,6 +24,7 @@ CUT = [
 ]
 EVERY_AXIS = Row(1, tensor=2, pipeline=2, sequence=2, accumulation=4, checkpointing="selective")
 NAMED = {row.name: row for row in [*features(), *families(), *rings()]}
+GROUPS_OF_EXPERTS = NAMED["zero2 dp2 sp2 groups of experts"].overrides
 FEATURES = [
     NAMED["zero2 dp2 sp2 experts"],
     replace(NAMED["zero3 dp2 ga4 offload both"], accumulation=2),
@@ -31,6 +32,7 @@ FEATURES = [
     NAMED["zero3 dp2 tp2 muon"],
     NAMED["zero0 dp2 local sgd"],
     replace(NAMED["zero2 dp2 sp2 cp2"], data=1),
+    replace(NAMED["zero3 dp2 tp2 experts"], overrides=GROUPS_OF_EXPERTS, title="groups of experts"),
 ]
 _ALSO_RESUMED = (
     "zero0 dp2 local sgd",
@@ -47,10 +49,11 @@ RESUMED = [
 RESUMED += [pytest.param(NAMED[name], marks=pytest.mark.long) for name in _ALSO_RESUMED]
 ROWS = [*CUT, *FEATURES]
 IN_LONG = (
-    "zero1 tp2 pp2 sp2 ga4 dropout, zero2 dp2 offload optimizer, zero2 tp2 ga4 label smoothing, "
-    "zero3 dp2 tp2 olmo2, zero1 dp2 pp2 ga4 split, zero3 dp2 sp2 document mask, zero1 tp2 pp2 sp2 ga4 deepseek, "
-    "zero3 dp2 tp2 deepseek, zero1 tp2 pp2 sp2 ga4 muon, zero1 dp2 tp2 muon experts, zero1 dp2 tp2 muon gpt, "
-    "zero3 dp2 tp2 phi3 muon, zero3 dp4 tp2 local sgd, zero2 dp2 tp2 local sgd muon, zero3 cp4, zero2 dp2 sp2 cp2, "
+    "zero1 tp2 pp2 sp2 ga4 dropout, zero2 dp2 offload optimizer, zero2 tp2 ga4 label smoothing, zero3 dp2 tp2 olmo2, "
+    "zero1 dp2 pp2 ga4 split, zero3 dp2 sp2 document mask, zero1 tp2 pp2 sp2 ga4 deepseek, zero3 dp2 tp2 deepseek, "
+    "zero1 tp2 pp2 sp2 ga4 muon, zero1 dp2 tp2 muon experts, zero1 dp2 tp2 muon gpt, "
+    "zero1 dp2 sp2 experts of some capacity, zero1 tp2 pp2 sp2 ga4 groups of experts, zero3 dp2 tp2 phi3 muon, "
+    "zero3 dp4 tp2 local sgd, zero2 dp2 tp2 local sgd muon, zero3 cp4, zero2 dp2 sp2 cp2, "
     "zero1 tp2 pp2 cp2 ga4 selective, zero2 dp2 cp2 groups of experts, zero2 dp2 sp2 cp2 deepseek, "
     "zero3 dp4 groups of shards, zero2 dp2 cp2 groups of shards, zero3 tp2 cp2 muon, zero1 dp2 cp2 local sgd, "
     "zero3 dp2 sp2 cp2 local sgd muon, zero3 dp4 second weights, zero3 dp4 ga2 full second weights"
