@@ -11,19 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.data.sources import lines
 from scaletrain_cli.engine.commands import main
 from scaletrain_cli.spec import load_spec
 from tests.cli.command_line import SMALL
+from tests.data.texts import jsonl, tokenizer_of_words
 
 GOOD = [f"alpha beta gamma delta {number}" for number in range(40)]
-
-
-def jsonl(texts: list[str]) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
 
 
 def parquet(path: Path, column: str, values: list[Any]) -> None:
@@ -142,11 +138,7 @@ SOURCE_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 def tokenizer(end: str = "<|endoftext|>") -> str:
     words = sorted({word for text in GOOD for word in text.split()})
-    vocabulary = {end: 0, "[UNK]": 1} | {word: number for number, word in enumerate(words, start=2)}
-    found = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    found.add_special_tokens([end])
-    return str(found.to_str())
+    return str(tokenizer_of_words(words, end).to_str())
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from scaletrain_cli.data.chunk_hashes import HashedFile
 from scaletrain_cli.data.pipeline import contents
@@ -28,6 +28,7 @@ from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import find_text
 from scaletrain_cli.spec.sources import SourceSpec
 from tests.cli.command_line import SMALL
+from tests.data.texts import ignore, jsonl, tokenizer_of_words
 from tests.waiting import wait_until
 
 WORDS = [f"word{number}" for number in range(300)]
@@ -40,26 +41,18 @@ def text(number: int, words: int = 60) -> str:
 
 
 def texts(count: int, start: int = 0) -> bytes:
-    return b"".join(json.dumps({"text": text(number)}).encode() + b"\n" for number in range(start, start + count))
+    return jsonl(text(number) for number in range(start, start + count))
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    vocabulary = {"<|endoftext|>": 0, "[UNK]": 1} | {word: number for number, word in enumerate(WORDS, start=2)}
-    found = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    found.add_special_tokens(["<|endoftext|>"])
-    found.save(str(tmp_path / "tokenizer.json"))
+    tokenizer_of_words(WORDS).save(str(tmp_path / "tokenizer.json"))
     return tmp_path / "tokenizer.json"
 
 
 def data(tokenizer: Path, **settings: Any) -> DataSpec:
     given = {"tokenizer": {"kind": "file", "path": str(tokenizer)}, "validation_split": 0.1}
     return DataSpec.model_validate(given | settings)
-
-
-def ignore(*_: object) -> None:
-    pass
 
 
 def prepare(spec: DataSpec, root: Path) -> dict[str, Path]:

@@ -23,6 +23,7 @@ from scaletrain_cli.rundir.shared_datasets import (
     recorded_folders,
 )
 from scaletrain_cli.spec import RunSpec
+from tests.data.texts import ignore
 from tests.launch.conftest import make_plan, make_spec
 
 TRAINED = ("data.tokenizer.vocab_size=300", "model.vocab_size=300")
@@ -35,10 +36,6 @@ def sources(*paths: Path) -> str:
 
 def spec_of(*paths: Path, more: tuple[str, ...] = ()) -> RunSpec:
     return make_spec("data.source=null", sources(*paths), *TRAINED, *more)
-
-
-def ignore(*_: object) -> None:
-    pass
 
 
 @pytest.fixture

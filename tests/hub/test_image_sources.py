@@ -9,8 +9,9 @@ from scaletrain_cli.launch.hub_fetch import fetched_spec
 from scaletrain_cli.launch.node.hub import _uses_of_node
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import entries_of, recorded_folders
-from tests.data.images.pictures import files_below, ignore, image_bytes, write_folder, write_shards, write_table
+from tests.data.images.pictures import files_below, image_bytes, write_folder, write_shards, write_table
 from tests.data.images.test_prepared import spec
+from tests.data.texts import ignore
 from tests.hub.server import Hub
 
 pytestmark = pytest.mark.usefixtures("fetched_here")

@@ -12,6 +12,7 @@ from PIL import Image
 
 from scaletrain_cli.data.images.index import index_images
 from scaletrain_cli.data.images.samples import ImageSettings
+from tests.data.texts import ignore
 
 
 def image_bytes(seed: int, format: str = "JPEG", size: tuple[int, int] = (9, 7)) -> bytes:
@@ -65,10 +66,6 @@ def write_table(path: Path, columns: Mapping[str, Any], rows_per_group: int = 3)
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.table(dict(columns)), path, row_group_size=rows_per_group)
     return path
-
-
-def ignore(*_: object) -> None:
-    """Take progress."""
 
 
 def index(path: Path | str, root: Path, settings: ImageSettings | None = None, workers: int = 1) -> Path:

@@ -16,7 +16,8 @@ from scaletrain_cli.launch.resource_checks.files import class_file_problems, row
 from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.rundir.shared_datasets import entries_of, read_entries, record_datasets, recorded_folders
 from scaletrain_cli.spec import RunSpec, parse_spec
-from tests.data.images.pictures import ignore, write_folder, write_shards
+from tests.data.images.pictures import write_folder, write_shards
+from tests.data.texts import ignore
 from tests.forked import scaletrain
 
 SPEC = """\

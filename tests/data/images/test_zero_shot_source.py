@@ -17,7 +17,8 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import entries_of, read_entries, record_datasets, recorded_folders
 from scaletrain_cli.spec import RunSpec, parse_spec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
-from tests.data.images.pictures import ignore, index, write_folder, write_shards
+from tests.data.images.pictures import index, write_folder, write_shards
+from tests.data.texts import ignore
 
 SPEC = """\
 schema: scaletrain/v1

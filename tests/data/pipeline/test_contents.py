@@ -17,13 +17,10 @@ from scaletrain_cli.data.pipeline import contents
 from scaletrain_cli.data.pipeline.claims import Timing
 from scaletrain_cli.data.pipeline.contents import shared_reading
 from scaletrain_cli.data.sources.records import SourceFile, local_file
+from tests.data.texts import ignore
 from tests.waiting import wait_until
 
 QUICK = Timing(heartbeat_seconds=0.05, stale_seconds=5.0, poll_seconds=0.02)
-
-
-def ignore(*_: object) -> None:
-    pass
 
 
 @pytest.fixture

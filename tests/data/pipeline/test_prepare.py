@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare
 from scaletrain_cli.data.pipeline.shards import split_of
 from scaletrain_cli.data.pipeline.tasks import Source
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.spec.preparation import DuplicatesSpec, GopherQualitySpec, IdentifiersSpec, NormalizationSpec
+from tests.data.texts import ignore, jsonl, trained_tokenizer
 
 STEPS = (
     NormalizationSpec(step="normalization"),
@@ -48,11 +49,7 @@ def texts(seed: int, count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> str:
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<|endoftext|>"], show_progress=False)
-    found.train_from_iterator(texts(0, 200), trainer)
-    return str(found.to_str())
+    return str(trained_tokenizer(texts(0, 200), 500).to_str())
 
 
 def source(folder: Path, name: str, rows: Sequence[str], files: int = 3) -> Source:
@@ -60,8 +57,7 @@ def source(folder: Path, name: str, rows: Sequence[str], files: int = 3) -> Sour
     for number in range(files):
         path = folder / f"{name}-{number}.jsonl"
         if not path.exists():  # else another process may be reading it
-            text = "".join(json.dumps({"text": row}) + "\n" for row in rows[number::files])
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(jsonl(rows[number::files]))
         found.append(SourceFile(str(path), path.stat().st_size, "jsonl"))
     content = hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()
     return Source(name, tuple(found), content)
@@ -78,10 +74,6 @@ def files_below(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.name.startswith(".lock")
     }
-
-
-def ignore(*_: object) -> None:
-    pass
 
 
 def test_the_tokens_are_those_of_a_plain_loop(tokenizer: str, tmp_path: Path) -> None:

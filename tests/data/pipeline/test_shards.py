@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile
 from scaletrain_cli.data.pipeline.schedule import Workers
@@ -16,19 +16,14 @@ from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.rundir.paths import find_run
+from tests.data.texts import trained_tokenizer
 
 TEXTS = [f"The {n}th document has {n * n} words, äöü \N{SNOWMAN}. " * (1 + n % 9) for n in range(700)]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    found.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    )
-    return found
+    return trained_tokenizer(TEXTS, 400)
 
 
 def test_a_shard_has_the_tokens_of_a_plain_loop(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from scaletrain_cli.data.pipeline.prepare import BpeTraining, Preparation, prepa
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.spec.preparation import GopherQualitySpec
+from tests.data.texts import jsonl
 
 WEB = [f"The web has document {number}, {'very ' * (number % 7)}long." for number in range(400)]
 BOOKS = [f"Book {number} begins with {'dark ' * (number % 5)}night." for number in range(400)]
@@ -23,7 +23,7 @@ SHORT = GopherQualitySpec(step="quality", rules="gopher_quality", min_words=8, m
 
 def source(folder: Path, name: str, rows: list[str]) -> Source:
     path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
+    path.write_bytes(jsonl(rows))
     return Source(name, (SourceFile(str(path), path.stat().st_size, "jsonl"),), name)
 
 

@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from scaletrain_cli.data.sources import lines
 from scaletrain_cli.data.sources.formats import reader_of
 from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record, SourceFile
 from scaletrain_cli.spec.corpus_files import format_by_name
+from tests.data.texts import jsonl
 
 _TEXT = Columns()
 TEXTS = [f"document {number}: " + "word " * (number % 40) + "é\u2028" for number in range(300)]
@@ -36,10 +36,6 @@ def read(path: Path, kind: str = "auto", columns: Columns = _TEXT, part_bytes: i
     reader = reader_of(file)
     parts = list(reader.parts(file, part_bytes))
     return [record for start, stop in parts for record in reader.records(Part(file, start, stop, columns))]
-
-
-def jsonl(texts: list[str]) -> bytes:
-    return b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
 
 
 def parquet(path: Path, rows: dict[str, Any], **options: Any) -> None:

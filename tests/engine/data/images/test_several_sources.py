@@ -24,8 +24,9 @@ from scaletrain_cli.launch.resource_checks.files import row_problems
 from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.rundir.shared_datasets import entries_of
 from scaletrain_cli.spec import RunSpec, parse_spec
-from tests.data.images.pictures import ignore, image_bytes, write_folder, write_shard
+from tests.data.images.pictures import image_bytes, write_folder, write_shard
 from tests.data.test_mixture import webster
+from tests.data.texts import ignore
 from tests.engine.data.images.pictures import layout
 
 SPEC = """\

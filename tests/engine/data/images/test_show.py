@@ -22,7 +22,8 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import RunSpec, parse_spec
 from scaletrain_cli.ui.data_images import show_image_report, show_images
-from tests.data.images.pictures import ignore, image_bytes
+from tests.data.images.pictures import image_bytes
+from tests.data.texts import ignore
 
 SPEC = """\
 schema: scaletrain/v1
