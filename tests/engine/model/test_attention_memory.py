@@ -83,11 +83,11 @@ def test_the_plan_counts_the_masks_and_rotary_tables_that_attention_saves(kind: 
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations return, as long as they exist, and their peak."""
+    """Counts the bytes of the tensors that operations return, as long as they exist: their peak, and the largest."""
 
     def __init__(self, known: list[torch.Tensor]) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.largest = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self._sizes[storage._cdata] = storage.nbytes()
                 self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
+                self.peak, self.largest = max(self.peak, self.now), max(self.largest, storage.nbytes())
                 weakref.finalize(storage, self._freed, storage._cdata)
         return result
 

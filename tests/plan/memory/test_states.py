@@ -1,9 +1,5 @@
 """Bytes of model states: examples of the literature, and what DeepSpeed allocates."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +25,6 @@ from scaletrain_cli.plan.memory.states import (
 )
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.plan.search.engine_support import submittable
-from tests.plan.memory.count_deepspeed_bytes import CASES
 from tests.plan.specs import spec_of
 
 GB = 10**9
@@ -100,20 +95,27 @@ def test_in_fp32_every_stage_holds_less_than_no_zero_from_two_ranks_on(ranks: in
 
 
 @pytest.fixture(scope="module")
-def live_bytes() -> dict[str, dict[str, float]]:
+def live_bytes() -> dict[str, dict[Any, float]]:
     """Bytes per parameter that DeepSpeed holds and saves, counted in a process of its own."""
     for library in ("torch", "deepspeed"):
         pytest.importorskip(library)
-    script = Path(__file__).with_name("count_deepspeed_bytes.py")
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return dict(json.loads(result.stdout.splitlines()[-1]))
+    from tests.engine.deepspeed_bytes import count_all
+    from tests.engine.ranks import on_ranks
+
+    counted: dict[str, dict[Any, float]] = on_ranks(1, count_all, CASES)[0]
+    return counted
+
+
+CASES = [
+    *(("fp32", "fp32", 0), ("bf16", "fp32", 1), ("bf16", "bf16", 2), ("bf16", "fp32", 3), ("bf16", "bf16", 3)),
+    ("fp32", "fp32", 2),
+]
 
 
 @pytest.mark.long  # the engine's own states are counted in test_engine_states.py
 @pytest.mark.parametrize(("precision", "grad_dtype", "stage"), CASES)
 def test_deepspeed_holds_and_saves_what_the_planner_says(
-    live_bytes: dict[str, dict[str, float]], precision: str, grad_dtype: str, stage: int
+    live_bytes: dict[str, dict[Any, float]], precision: str, grad_dtype: str, stage: int
 ) -> None:
     counted = live_bytes[f"{precision} {grad_dtype} {stage}"]
     held = sum(model_state_bytes(10**6, precision, grad_dtype, stage, data_parallel=1)) / 10**6
@@ -128,11 +130,11 @@ def test_deepspeed_holds_and_saves_what_the_planner_says(
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_copies_the_first_gradients_when_a_bucket_is_full(
-    live_bytes: dict[str, dict[str, float]], stage: int
+    live_bytes: dict[str, dict[Any, float]], stage: int
 ) -> None:
     layer = 256 * 257
     planned = communication_buffer_bytes(8 * layer, layer, stage, 2, 2, 1, pipeline=False, bucket_elements=3 * layer)
-    assert live_bytes["first copy"][str(stage)] == planned.full_after == 3 * layer
+    assert live_bytes["first copy"][stage] == planned.full_after == 3 * layer
 
 
 def test_moments_of_fewer_bits_and_no_master_weights_take_the_bytes_of_their_dtypes() -> None:
