@@ -1,5 +1,4 @@
 import os
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -256,17 +255,6 @@ def test_unreadable_checkpoints_suggest_no_restart_from_scratch_and_reject_no_no
         assert "from-scratch" not in str(found)
         assert (found.exit_code, failure_reason_of(found)) == (1, "unreadable")
     assert (job.run.checkpoints / "step-00000020").is_dir()
-
-
-def test_a_checkpoint_copied_to_another_step_s_name_is_reported_and_not_used(run: RunDir) -> None:
-    for step in (12, 18, 24):
-        commit(run, step)
-    shutil.copytree(run.checkpoints / "step-00000012", run.checkpoints / "step-00000030")
-    begin = beginning(run)
-    assert begin.step == 24
-    assert "step-00000030/manifest.json: is the manifest of step 12" in begin.passed_over[0]
-    kept = {path.name for path in run.checkpoints.iterdir()}
-    assert {"step-00000012", "step-00000018", "step-00000024", "step-00000030"} <= kept
 
 
 def copy(

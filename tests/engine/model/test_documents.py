@@ -13,7 +13,6 @@ from torch import Tensor
 from scaletrain_cli.engine.compose import wrap_blocks
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.model.attention import AttentionWithDropout, TokenContext, causal_attention
-from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.engine.model.rope import rotary_tables
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import ModelSpec
@@ -42,31 +41,6 @@ def packed() -> tuple[Tensor, Tensor, TokenContext]:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     return torch.cat(parts)[None], labels[None], TokenContext(positions[None], torch.arange(1), numbers[None])
-
-
-def hidden_states(model: CausalLM, tokens: Tensor, context: TokenContext) -> Tensor:
-    return model.final_norm(model.transform(model.embed(tokens, context), context))
-
-
-@models
-def test_a_packed_document_has_the_hidden_states_of_the_document_alone(dims: dict[str, Any]) -> None:
-    model = build_model(spec(dims), seed=0)
-    tokens, _, context = packed()
-    together = hidden_states(model, tokens, context)[0].split(LENGTHS)
-    for part, found in zip(documents(), together, strict=True):
-        alone = TokenContext(torch.arange(len(part)), torch.arange(1))
-        torch.testing.assert_close(found, hidden_states(model, part[None], alone)[0], rtol=1e-5, atol=1e-6)
-    without = hidden_states(model, tokens, context._replace(documents=None))[0].split(LENGTHS)
-    torch.testing.assert_close(without[0], together[0], rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(without[1], together[1], atol=1e-3)
-
-
-@models
-def test_the_loss_of_packed_documents_is_the_mean_over_the_labels_of_all_of_them(dims: dict[str, Any]) -> None:
-    model = build_model(spec(dims), seed=0)
-    alone = sum(model(part[None, :-1], part[None, 1:]) * (len(part) - 1) for part in documents())
-    tokens, labels, context = packed()
-    torch.testing.assert_close(model(tokens, labels, context), alone / (sum(LENGTHS) - len(LENGTHS)))
 
 
 @models

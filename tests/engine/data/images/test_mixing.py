@@ -72,14 +72,6 @@ def test_numbers_as_targets_are_mixed_by_the_same_weights() -> None:
     assert torch.allclose(found.targets, expected)
 
 
-def test_smoothing_after_mixing_is_smoothing_before_it() -> None:
-    mixed = finish(batch(mix=torch.tensor([[m.weight, *m.box] for m in mixes("mixup")])), mean=MEAN, std=STD, classes=5)
-    plain, table, smoothing = batch(), mixes("mixup"), 0.1
-    one_hot = torch.nn.functional.one_hot(plain.targets, 5).double() * (1 - smoothing) + smoothing / 5
-    expected = torch.stack([mix.weight * one_hot[i] + (1 - mix.weight) * one_hot[i ^ 1] for i, mix in enumerate(table)])
-    assert torch.allclose(mixed.targets.double() * (1 - smoothing) + smoothing / 5, expected, atol=1e-6)
-
-
 def test_both_images_of_a_pair_have_the_same_mix_whatever_micro_batch_they_are_in() -> None:
     spec = AugmentSpec(mixup=0.4)
     first = mix_of_pair(1, 2, 3, SIZE, spec)

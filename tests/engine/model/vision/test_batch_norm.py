@@ -1,7 +1,5 @@
 """BatchNorm alone equals torch's; over several ranks it equals one process with the images of all."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +8,6 @@ from torch import Tensor, nn
 from scaletrain_cli.engine.model.vision.batch_norm import (
     BatchNorm2d,
     average_statistics,
-    batch_norms,
     update_statistics,
 )
 from scaletrain_cli.engine.parallel.mesh import Axis
@@ -142,28 +139,6 @@ def test_ranks_without_images_and_models_in_bf16_are_normalized_alike() -> None:
     exact(x.bfloat16().float())
     assert narrow.dtype == torch.float32
     torch.testing.assert_close(narrow, exact.running_var, atol=1e-6, rtol=1e-6)
-
-
-def resnet_step(split: list[int]) -> dict[str, Any]:
-    model = fresh(DIMS["bottleneck"])
-    for norm in batch_norms(model):
-        norm.axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    logits = model(share(split, images()))
-    logits.square().sum().backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    return {"logits": logits.detach(), "grads": [p.grad for p in model.parameters()], "buffers": list(model.buffers())}
-
-
-def test_a_resnet_over_ranks_equals_one_process_with_all_images() -> None:
-    model = fresh(DIMS["bottleneck"])
-    logits = model(images())
-    logits.square().sum().backward()
-    found = on_ranks(2, resnet_step, [4, 2])
-    torch.testing.assert_close(torch.cat([each["logits"] for each in found]), logits, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found[1]["buffers"], list(model.buffers()), atol=1e-6, rtol=1e-6)
-    for gradient, expected in zip(found[0]["grads"], model.parameters(), strict=True):
-        assert (gradient - expected.grad).abs().max() <= 1e-4 * expected.grad.abs().max()
 
 
 def averaged() -> tuple[list[Tensor], list[Tensor], bool]:

@@ -109,8 +109,6 @@ def exported(spec: Any, weights: dict[str, Tensor], folder: Path) -> Path:
     return folder / "out"
 
 
-
-
 def test_a_vit_equals_transformers_before_and_after_training(tmp_path: Path) -> None:
     theirs: Any = vit(tmp_path / "base", qkv_bias=False, hidden_act="gelu_new", layer_norm_eps=1e-3)
     spec = spec_of(tmp_path / "base")
