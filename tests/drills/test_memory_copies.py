@@ -16,7 +16,6 @@ from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.launch.status import run_status
-from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.worker.memory_copies import read_copies, remove_copies
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, be_rank, strays
@@ -67,15 +66,6 @@ def assert_one_step_lost_at_most(run: ForkedRun) -> None:
     step = run.events("resumed")[0]["step"]
     assert step in (15, 16)
     assert lost(run) == [16 - step]
-
-
-def test_a_killed_rank_loses_one_step_and_no_bit(dataset: Path, undisturbed: Undisturbed) -> None:
-    run = ForkedRun.create(drill_spec(dataset, **NO_SAVES))
-    run.attempt(fault=KILLED_IN_A_COPY)
-    run.attempts_to_end()
-    assert_one_step_lost_at_most(run)
-    assert [checkpoint.step for checkpoint in list_checkpoints(run.run.checkpoints)] == [STEPS]
-    assert strays(run, undisturbed()) == []
 
 
 def newest(run: ForkedRun) -> int:
