@@ -20,8 +20,7 @@ __all__ = ["forked_jobs"]
 
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.RunSpec:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+def spec(tmp_path: Path) -> api.RunSpec:
     return api.load_spec(SMALL, settings(tmp_path / "program", steps=4))
 
 

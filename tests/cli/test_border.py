@@ -84,10 +84,7 @@ def test_confirmation_is_requested_only_on_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["cancel", "resume"])
-def test_a_verb_that_changes_a_run_takes_the_newest_only_if_a_person_confirms_it(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+def test_a_verb_that_changes_a_run_takes_the_newest_only_if_a_person_confirms_it(verb: str) -> None:
     with living_process() as supervisor:
         prepare("running" if verb == "cancel" else "failed", "mine", supervisor)
         missing = scaletrain(verb, code=ExitCode.USAGE)

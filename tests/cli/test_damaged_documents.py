@@ -85,7 +85,6 @@ def add_documents(run: RunDir) -> None:
 @pytest.fixture
 def root(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(template, tmp_path / "runs", symlinks=True)
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     start_nothing(monkeypatch)
     return tmp_path / "runs"

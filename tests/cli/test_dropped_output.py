@@ -4,7 +4,6 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,8 +41,7 @@ def failing(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_training_goes_on_without_output_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+def test_training_goes_on_without_output_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir(prepare("finished", "r1"))
     with open("/dev/full", "w") as full, StatusLine() as line:
         monkeypatch.setattr(sys, "stderr", full)
@@ -56,8 +54,7 @@ def test_training_goes_on_without_output_and_says_so_once(tmp_path: Path, monkey
     Watcher(run, line).look()  # nor does a document that cannot be read end it
 
 
-def test_ctrl_c_as_a_supervisor_starts_leaves_a_submitted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+def test_ctrl_c_as_a_supervisor_starts_leaves_a_submitted_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir(prepare("failed", "r1"))
 
     def ctrl_c(*_: Any) -> None:

@@ -22,11 +22,6 @@ from tests.cli.command_line import scaletrain
 from tests.cli.prepared_runs import prepare
 
 
-@pytest.fixture(autouse=True)
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
-
-
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Counter[str]:
     """Count the calls of a function by the text of its first argument."""
     calls: Counter[str] = Counter()

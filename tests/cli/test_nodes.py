@@ -9,6 +9,7 @@ import pytest
 
 from scaletrain_cli.rundir import bad_nodes
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
+from scaletrain_cli.rundir.paths import runs_root
 from tests.cli.command_line import scaletrain
 
 
@@ -72,8 +73,7 @@ def test_a_runs_root_that_cannot_be_written_is_an_error(known: Path, monkeypatch
     assert (ended.code, "cannot be written" in ended.err, "Errno" in ended.err) == (2, True, False), ended.err
 
 
-def test_clear_succeeds_before_the_first_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(root / "not made yet"))
+def test_clear_succeeds_before_the_first_run() -> None:
     ended = scaletrain("nodes", "clear")
     assert (ended.code, "no nodes were excluded" in ended.err) == (0, True)
-    assert not (root / "not made yet").exists()
+    assert not runs_root().exists()

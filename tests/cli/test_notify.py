@@ -25,8 +25,7 @@ def server() -> Iterator[Webhook]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+def run() -> RunDir:
     spec = make_spec("notify=[{webhook: HOOK}]")
     made = create_run(spec, make_plan(spec), "told").run
     record_event(made, "stopped", exit_code=93, why="w", code="x", params={})

@@ -1,7 +1,6 @@
 """The screen of `scaletrain status`: measured and planned values, and the report of the scheduler."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -55,8 +54,7 @@ def test_a_run_that_waits_again_shows_how_it_ended_and_why_its_job_waits(capsys:
     assert "job slurm job 7: Priority" in lines
 
 
-def test_the_list_shows_the_time_that_is_left_as_status_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+def test_the_list_shows_the_time_that_is_left_as_status_does() -> None:
     with living_process() as process:
         run = RunDir(prepare("running", "trains", process, "training.steps=300"))
         prepare("failed", "over")

@@ -1,7 +1,5 @@
 """`scaletrain train` where stderr is not a terminal: lines of events and of the step."""
 
-from pathlib import Path
-
 import pytest
 
 from scaletrain_cli.cli.train import Watcher
@@ -12,10 +10,7 @@ from scaletrain_cli.ui.live import StatusLine
 from tests.cli.prepared_runs import living_process, prepare
 
 
-def test_a_line_with_step_loss_and_time_left_is_printed_every_ten_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+def test_a_line_with_step_loss_and_time_left_is_printed_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
     with living_process() as supervisor, StatusLine() as line:
         run = RunDir(prepare("running", "r1", supervisor))

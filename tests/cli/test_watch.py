@@ -49,9 +49,8 @@ def page(shown: Shown, name: Page, width: int = 80, height: int = 24, **more: bo
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunDir:
+def trained() -> RunDir:
     """A finished run of 300 steps in two attempts with a rollback, two ranks and a GPU."""
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
     run = RunDir(prepare("finished", "r1", None, "training.steps=300", "cluster.price_per_gpu_hour=2"))
     same = {"grad_norm": 0.5, "learning_rate": 3e-4, "step_seconds": 0.5, "mfu": 0.4, "tokens_per_second": 1e4}
     losses = {step: 2 + 4 / step**0.5 + (9 if step == 120 else 0) for step in range(4, 301)}

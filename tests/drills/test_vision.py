@@ -18,7 +18,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_metrics
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec
 from tests.cli.command_line import PROJECT, scaletrain
 from tests.drills.campaign.elastic import resize
@@ -31,11 +31,9 @@ EMA = "{name: ema, every: 1, decay: 0.9}"
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def prepared() -> Path:
     """Return a runs root."""
-    root = tmp_path / "runs"
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(root))
-    return root
+    return runs_root()
 
 
 def prepared_spec(family: str, root: Path, **overrides: Any) -> RunSpec:

@@ -14,9 +14,7 @@ LOSSES = {"s-1": 3.0, "s-2": 1.5, "s-3": 2.5}
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
-    (tmp_path / "runs").mkdir()
+def runs() -> list[RunDir]:
     made = []
     for number, (name, rate) in enumerate(RATES.items(), 1):
         setting = f"training.optimizer.lr={rate}"

@@ -20,7 +20,7 @@ from scaletrain_cli.report.comparison_sections import page, read_report
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.journal import append_lines, record_event
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.profiles import CAUSES, Profile, profile_folder, rank_file, write_profile
 from scaletrain_cli.rundir.record import add_revision, read_record
 from scaletrain_cli.telemetry.run import node_file
@@ -29,14 +29,6 @@ from tests.cli.command_line import scaletrain
 from tests.cli.prepared_runs import living_process, prepare
 from tests.counting import bytes_read_by
 from tests.report.made_runs import HOSTILE, Page, trained_run
-
-
-@pytest.fixture(autouse=True)
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "runs"
-    root.mkdir()
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(root))
-    return root
 
 
 def written(tmp_path: Path, *runs: str) -> tuple[str, Page]:
@@ -116,11 +108,12 @@ def test_drawings_are_named_and_stretch_without_numbers_that_are_not_finite(tmp_
             assert column in tables[int(number)]["columns"]
 
 
-def test_texts_of_users_and_programs_are_only_text(tmp_path: Path, root: Path) -> None:
+def test_texts_of_users_and_programs_are_only_text(tmp_path: Path) -> None:
     run = trained_run(text=HOSTILE)
     node = NodeRecord(f"node-0000-{HOSTILE[:20]}", "h", 0, 1, 1, 1e9, (RankRecord(0, 1, 1e9, 1e9, 1),), 1e9, 1, 0)
     (run.attempt(1) / "nodes" / "node-0000-x.json").write_text(json.dumps({**vars(node), "ranks": []}))
-    remember_bad_nodes(root, [BadNode("n", "hardware", HOSTILE, "r1", 1, time.time(), time.time() + 999)], time.time())
+    now = time.time()
+    remember_bad_nodes(runs_root(), [BadNode("n", "hardware", HOSTILE, "r1", 1, now, now + 999)], now)
     record = read_record(run)
     add_revision(run, record, record.spec, record.plan, [f"env.X={HOSTILE}", f"name={HOSTILE}"])
     text, shown = written(tmp_path, "r1")
@@ -130,11 +123,11 @@ def test_texts_of_users_and_programs_are_only_text(tmp_path: Path, root: Path) -
     assert f"env.X={HOSTILE[:5]}" not in shown.text  # a value of the environment may be a secret
 
 
-def test_nothing_but_the_file_is_written_and_what_is_not_a_file_is_refused(tmp_path: Path, root: Path) -> None:
+def test_nothing_but_the_file_is_written_and_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
     trained_run()
 
     def listing() -> list[tuple[str, int, int]]:
-        return sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in root.rglob("*"))
+        return sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in runs_root().rglob("*"))
 
     before = listing()
     written(tmp_path, "r1")
@@ -181,12 +174,12 @@ def test_damaged_files_are_named_in_the_page_and_a_damaged_record_is_an_error(tm
     assert not (tmp_path / "other.html").exists()
 
 
-def test_attempts_nodes_and_exclusions_are_shown(tmp_path: Path, root: Path) -> None:
+def test_attempts_nodes_and_exclusions_are_shown(tmp_path: Path) -> None:
     run = trained_run()
     rank = RankRecord(1, 11, 1e9, 1e9 + 5, -9, "SIGKILL")
     write_node_record(run, 1, NodeRecord("node-0000-n", "n", 0, 1, 1, 1e9, (rank,), 1e9 + 5, 1, 1))
     now = time.time()
-    remember_bad_nodes(root, [BadNode("n", "hardware", "ECC errors of GPU 3", "r1", 1, now, now + 9999)], now)
+    remember_bad_nodes(runs_root(), [BadNode("n", "hardware", "ECC errors of GPU 3", "r1", 1, now, now + 9999)], now)
     _, shown = written(tmp_path, "r1")
     assert "attempt 1: rank 1 ended by SIGKILL" in shown.text
     assert "ECC errors of GPU 3" in shown.text

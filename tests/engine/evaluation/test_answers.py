@@ -14,6 +14,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.objectives.image_text import ImageText
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from scaletrain_cli.rundir.paths import runs_root
 from tests.engine.data.test_batches import WHOLE
 from tests.engine.model.vision.towers import IMAGE_TOKEN, images, llava, loaded, spec_of
 from tests.engine.vision.llava_rows import colors
@@ -53,7 +54,7 @@ def test_an_answer_has_no_image_token(tmp_path: Path) -> None:
     own: Any = spec.model
     model: Any = outline(own)
     materialize(model, model.first_weights(1, cpu), cpu)
-    folder = prepare_rows(spec, tmp_path)
+    folder = prepare_rows(spec, runs_root())
     _, train, _ = open_data_of(spec, folder)
     reader = open_reader(spec, train, WHOLE, mesh := Mesh(data=axis, replicas=axis))
     assert isinstance(reader, BatchReader)

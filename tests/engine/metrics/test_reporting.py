@@ -1,5 +1,4 @@
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +14,8 @@ VISION = "model={family: resnet, embedding_size: 8, hidden_sizes: [8], depths: [
 
 
 def test_a_run_on_images_logs_images_and_accuracy(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
     caplog.set_level(logging.INFO)
     spec = make_spec(VISION, "data={source: images}", "tracking.tensorboard=null")
     made = create_run(spec, make_plan(spec), "r")

@@ -5,9 +5,9 @@ from io import BytesIO
 from pathlib import Path
 
 from scaletrain_cli.engine.data.prepared import prepare_rows
+from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import RunSpec, parse_spec
 
-IMAGE_TOKEN = 3  # of a tokenizer that is trained on the rows
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (250, 250, 250)}
 # The projector alone up to step 4, then also the language model.
 STAGES = (
@@ -55,10 +55,10 @@ def _turn(speaker: str, text: str) -> dict[str, str]:
 
 
 def colors(folder: Path, *overrides: str) -> RunSpec:
-    """The spec of a run whose rows are prepared below ``folder``, which has the files and the runs."""
+    """The spec of a run whose rows are prepared; ``folder`` has their files."""
     write_rows(folder)
     spec = parse_spec(
         SPEC, file="colors.yaml", base_dir=folder, overrides=(f"data.source={folder}/rows.jsonl", *overrides)
     )
-    prepare_rows(spec, folder)
+    prepare_rows(spec, runs_root())
     return spec

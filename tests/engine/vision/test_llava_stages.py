@@ -15,7 +15,7 @@ from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.plan.trained_parameters import trained_at
 from scaletrain_cli.plan.vision.states import vision_states
 from scaletrain_cli.rundir.evaluations import read_validations
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import find_run
 from scaletrain_cli.spec import RunSpec, load_spec
 from tests.cli.command_line import scaletrain
 from tests.engine.parity.layouts import train_in_layout
@@ -23,12 +23,6 @@ from tests.engine.vision.llava_rows import COLORS, SPEC, STAGES, colors, write_r
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def first_weights(spec: RunSpec) -> dict[str, Tensor]:
@@ -63,7 +57,7 @@ def test_both_stages_learn_and_the_export_answers_in_transformers(tmp_path: Path
     )
     sets = [word for each in own for word in ("--set", each)]
     scaletrain("train", tmp_path / "colors.yaml", "--run-id", "r1", *sets, code=0)
-    run = RunDir(tmp_path / "r1")
+    run = find_run("r1")
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     for first, last in ((0, 20), (20, 60)):
