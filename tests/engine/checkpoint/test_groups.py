@@ -6,11 +6,8 @@ import contextlib
 import io
 from pathlib import Path
 
-from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.plan import make_plan
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
-from tests.engine.parity.dataset import write_dataset
-from tests.engine.parity.layouts import assembled
+from tests.engine.parity.layouts import assembled, begun_run
 from tests.engine.parity.rows import LOCAL_SGD, Row
 from tests.engine.ranks import on_ranks
 
@@ -35,12 +32,10 @@ def biases(path: Path, given: float | None) -> list[float]:
         return [float(each) for buffer in buffers for each in buffer]
 
 
-def test_every_group_reads_the_buffers_of_the_model_that_no_gradient_trains(tmp_path: Path) -> None:
-    dataset = write_dataset(tmp_path)
+def test_every_group_reads_the_buffers_of_the_model_that_no_gradient_trains(dataset: Path) -> None:
     spec = Row(1, data=2, overrides=(*BIASED, *LOCAL_SGD)).spec(dataset, steps=10)
-    created = create_run(spec, make_plan(spec))
-    open_attempt(created.run.checkpoints, 1)
-    before = on_ranks(2, biases, created.run.path, 0.25, connected=False)
-    open_attempt(created.run.checkpoints, 2)
-    assert on_ranks(2, biases, created.run.path, None, connected=False) == before
+    run = begun_run(spec)
+    before = on_ranks(2, biases, run.path, 0.25, connected=False)
+    open_attempt(run.checkpoints, 2)
+    assert on_ranks(2, biases, run.path, None, connected=False) == before
     assert set(before[1]) == {0.25}

@@ -1,7 +1,5 @@
 """Bits flipped in the state of one rank, in real engines of several layouts: each is found, and the rank named."""
 
-import contextlib
-import io
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +18,8 @@ from scaletrain_cli.engine.health.state_check import (
     held_tensors,
 )
 from scaletrain_cli.engine.trainer import Trainer
-from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.journal import read_events
-from scaletrain_cli.worker.checkpoint_commit import open_attempt
-from tests.engine.parity.dataset import write_dataset
-from tests.engine.parity.layouts import assembled
+from tests.engine.parity.layouts import begun_run, ready
 from tests.engine.parity.rows import Row, features
 from tests.engine.ranks import on_ranks
 
@@ -42,11 +36,6 @@ class Flip(NamedTuple):
     late: bool = False
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data"))
-
-
 def flips_of(*parts: str, ranks: int, late: bool = False) -> list[Flip]:
     """One flip per part and rank, in the first words, in the middle of nowhere, and near the end."""
     bits = (5, 77_777, 131, 1_000_003)
@@ -55,17 +44,14 @@ def flips_of(*parts: str, ranks: int, late: bool = False) -> list[Flip]:
 
 def found_by(row: Row, dataset: Path, flips: list[Flip], clean_steps: int) -> list[tuple[str, list[int]]]:
     """Train clean steps, then one step for each flip; return the code and the ranks of each corruption event."""
-    created = create_run(spec := row.spec(dataset, steps=1000), make_plan(spec))
-    open_attempt(created.run.checkpoints, 1)
-    on_ranks(spec.world_size, train_with_flips, created.run.path, flips, clean_steps, connected=False)
-    events = [event for event in read_events(created.run) if event["event"] == "corruption"]
+    run = begun_run(spec := row.spec(dataset, steps=1000))
+    on_ranks(spec.world_size, train_with_flips, run.path, flips, clean_steps, connected=False)
+    events = [event for event in read_events(run) if event["event"] == "corruption"]
     return [(str(event["code"]), event["ranks"]) for event in events]
 
 
 def train_with_flips(path: Path, flips: list[Flip], clean_steps: int) -> None:
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = assembled(path)
-        assert trainer.prepare_batches(trainer.resume().step)
+    trainer = ready(path)
     step = 0
     for _ in range(clean_steps):
         step = trained(trainer, step + 1)
@@ -165,9 +151,7 @@ def test_a_replica_that_updates_wrongly_is_named_by_the_others_and_of_two_neithe
 
 def train_with_a_wrong_device(path: Path, wrong: int) -> None:
     """Train six steps, from the fifth on with a rank whose embedding returns one wrong value per micro-batch."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = assembled(path)
-        assert trainer.prepare_batches(trainer.resume().step)
+    trainer = ready(path)
 
     def compute_wrongly(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         output = output.clone()
@@ -205,18 +189,15 @@ REPLAY = ("guard.replay=3",)
 def test_a_device_that_computes_wrongly_is_found_by_repeating_a_micro_batch(
     row: Row, named: list[int], dataset: Path
 ) -> None:
-    created = create_run(spec := row.spec(dataset, steps=1000), make_plan(spec))
-    open_attempt(created.run.checkpoints, 1)
-    on_ranks(spec.world_size, train_with_a_wrong_device, created.run.path, 1, connected=False)
-    (event,) = [event for event in read_events(created.run) if event["event"] == "corruption"]
+    run = begun_run(spec := row.spec(dataset, steps=1000))
+    on_ranks(spec.world_size, train_with_a_wrong_device, run.path, 1, connected=False)
+    (event,) = [event for event in read_events(run) if event["event"] == "corruption"]
     code = "engine.output-differs" if len(named) == 1 else "engine.outputs-differ"
     assert (event["code"], event["ranks"]) == (code, named)
 
 
 def train(path: Path, steps: int) -> int:
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = assembled(path)
-        assert trainer.prepare_batches(trainer.resume().step)
+    trainer = ready(path)
     for step in range(1, steps + 1):
         trained(trainer, step)
     return trainer.step_sync.state_check.clean_step
@@ -226,9 +207,8 @@ def train(path: Path, steps: int) -> int:
 @pytest.mark.parametrize("row", [row for row in features() if row.data > 1], ids=lambda row: row.name)
 def test_replicas_have_equal_outputs_in_every_kind_of_layout(row: Row, dataset: Path) -> None:
     row = replace(row, overrides=(*row.overrides, "guard.replay=2"))
-    created = create_run(spec := row.spec(dataset, steps=1000), make_plan(spec))
-    open_attempt(created.run.checkpoints, 1)
-    assert on_ranks(spec.world_size, train, created.run.path, 6, connected=False) == [6] * spec.world_size
+    run = begun_run(spec := row.spec(dataset, steps=1000))
+    assert on_ranks(spec.world_size, train, run.path, 6, connected=False) == [6] * spec.world_size
 
 
 def test_the_sum_changes_with_every_bit_and_reads_all_bytes_of_any_slice() -> None:

@@ -1,7 +1,5 @@
 """Norms of layers in each layout equal those of a plain torch loop in one process."""
 
-import contextlib
-import io
 import math
 import re
 from collections.abc import Iterator
@@ -15,14 +13,10 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.data.dataset import open_source_dataset
 from scaletrain_cli.engine.data.sample_order import sample_at
-from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.telemetry.run import layers_file
 from scaletrain_cli.telemetry.series import read_series
-from scaletrain_cli.worker.checkpoint_commit import open_attempt
-from tests.engine.parity.dataset import write_dataset
-from tests.engine.parity.layouts import assembled
+from tests.engine.parity.layouts import begun_run, ready
 from tests.engine.parity.reference import batch_loss, first_weights, set_groups
 from tests.engine.parity.rows import Row
 from tests.engine.ranks import on_ranks
@@ -32,11 +26,6 @@ STEPS = 3
 OFTEN = ("telemetry.layers_every=1", "model.seq_len=256", "model.max_position_embeddings=256")
 CLIPPED = "training.gradient_clipping=0.5"  # at every step
 Layers = dict[str, dict[str, list[float]]]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data"))
 
 
 @cache
@@ -106,15 +95,12 @@ def norm(tensors: Iterator[Tensor] | list[Tensor]) -> float:
 
 def layers_in_layout(path: Path) -> None:
     """Train the run in ``path`` on this rank, as the loop does."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = assembled(path)
-        trainer.resume()
-        assert trainer.prepare_batches(0)
-        weaken(trainer)
-        with trainer.measures:
-            for step in range(1, STEPS + 1):
-                trainer.optimizer_step(step)
-                trainer.measures.after_step(step)
+    trainer = ready(path)
+    weaken(trainer)
+    with trainer.measures:
+        for step in range(1, STEPS + 1):
+            trainer.optimizer_step(step)
+            trainer.measures.after_step(step)
 
 
 def weaken(trainer: Any) -> None:
@@ -159,11 +145,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.name)
 def test_layers_of_a_layout_are_those_of_one_process(row: Row, dataset: Path) -> None:
     spec = Row(**{**vars(row), "overrides": (*row.overrides, *OFTEN, CLIPPED)}).spec(dataset)
-    created = create_run(spec, make_plan(spec))
-    open_attempt(created.run.checkpoints, 1)
-    created.run.attempt(1).mkdir(parents=True)  # as the agent does
-    on_ranks(spec.world_size, layers_in_layout, created.run.path, connected=False)
-    layers = read_series(layers_file(created.run, 1))
+    run = begun_run(spec)
+    on_ranks(spec.world_size, layers_in_layout, run.path, connected=False)
+    layers = read_series(layers_file(run, 1))
     expected = reference(dataset, row.reference)
     assert layers.keys() == {f"layer {name}" for name in expected}
     for name, columns in expected.items():

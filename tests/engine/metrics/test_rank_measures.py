@@ -1,5 +1,3 @@
-import contextlib
-import io
 import threading
 import time
 from collections.abc import Mapping
@@ -16,14 +14,10 @@ from scaletrain_cli.engine.data.sample_order import sample_at
 from scaletrain_cli.engine.metrics import rank_measures
 from scaletrain_cli.engine.metrics.layer_measures import MeasuredLayers
 from scaletrain_cli.engine.metrics.rank_measures import LayersFile
-from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.telemetry.series import SeriesWriter, read_series
-from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from tests.engine.parity.comparison import assert_same
-from tests.engine.parity.dataset import write_dataset
-from tests.engine.parity.layouts import assembled, local_pieces, replica
+from tests.engine.parity.layouts import begun_run, local_pieces, ready, replica
 from tests.engine.parity.reference import batch_loss, first_weights, set_groups
 from tests.engine.parity.rows import Row
 from tests.engine.ranks import on_ranks
@@ -64,20 +58,17 @@ def train(path: Path) -> Outcome:
     rank_measures._SPLIT_SECONDS = 0.0
     noise_scale.EVERY, noise_scale._FEWEST, noise_scale._IGNORED = EVERY, FEWEST, 1
     noise_scale._MOST_STEPS = EVERY
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = assembled(path)
-        rank, layout = trainer.context.rank, trainer.context.layout
-        trainer.resume()
-        assert trainer.prepare_batches(0)
-        sent = trainer.measures._sender = Sent()  # type: ignore[assignment]
-        if rank == 1:
-            trainer.composed.engine.register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
-        measured = []
-        with trainer.measures:
-            for step in range(1, STEPS + 1):
-                trainer.optimizer_step(step)
-                trainer.measures.after_step(step)
-                measured += trainer.deferred_metrics.remaining()
+    trainer = ready(path)
+    rank, layout = trainer.context.rank, trainer.context.layout
+    sent = trainer.measures._sender = Sent()  # type: ignore[assignment]
+    if rank == 1:
+        trainer.composed.engine.register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
+    measured = []
+    with trainer.measures:
+        for step in range(1, STEPS + 1):
+            trainer.optimizer_step(step)
+            trainer.measures.after_step(step)
+            measured += trainer.deferred_metrics.remaining()
     pieces = local_pieces(trainer.composed.model, replica(rank, layout), layout)
     losses, norms = ([step.values[name] for step in measured] for name in ("loss", "grad_norm"))
     noise = {step.step: step.values["noise_scale"] for step in measured if "noise_scale" in step.values}
@@ -118,17 +109,9 @@ def noise_alone(spec: RunSpec, small: int) -> dict[int, float]:
     return found
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data"))
-
-
 def trained(row: Row, dataset: Path, *overrides: str) -> list[Outcome]:
     spec = Row(**{**vars(row), "overrides": (*row.overrides, *overrides)}).spec(dataset)
-    created = create_run(spec, make_plan(spec))
-    open_attempt(created.run.checkpoints, 1)
-    created.run.attempt(1).mkdir(parents=True)  # as the agent does
-    return on_ranks(spec.world_size, train, created.run.path, connected=False)
+    return on_ranks(spec.world_size, train, begun_run(spec).path, connected=False)
 
 
 ROWS = [

@@ -15,15 +15,12 @@ from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
 from scaletrain_cli.engine.data.rows import JoinedRows, RowSequences
 from scaletrain_cli.engine.data.sample_order import SampleOrder
 from scaletrain_cli.engine.data.step_view import run_command as step_view
-from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import RunSpec, parse_spec
-from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from tests.engine.objectives.rows import largest_difference
 from tests.engine.objectives.test_resuming import SPEC, rows_file
-from tests.engine.parity.layouts import assembled, train_in_layout
+from tests.engine.parity.layouts import assembled, begun_run, train_in_layout
 from tests.engine.parity.reference import first_weights
 from tests.engine.ranks import on_ranks
 from tests.tokenizer_kinds import tokenizer_json, write_tokenizer
@@ -137,8 +134,7 @@ def test_pairs_of_several_sources_train_as_in_a_plain_loop(layout: str, tmp_path
 def test_a_run_with_pairs_of_several_sources_measures_each(tmp_path: Path) -> None:
     spec = mixed(tmp_path, "layout.data_parallel=2", "training.steps=2", "training.optimizer.lr=1.0e-9")
     training_pairs(spec)
-    run = create_run(spec, make_plan(spec)).run
-    open_attempt(run.checkpoints, 1)
+    run = begun_run(spec)
     on_ranks(2, fit, run.path, connected=False)
     steps = [line for line in read_metrics(run) if "loss" in line]
     (validation,) = [line for line in read_metrics(run) if "validation_loss" in line]

@@ -93,10 +93,27 @@ def train_in_layout(spec: RunSpec, *interrupted_after: int, between: Callable[[]
     )
 
 
+def begun_run(spec: RunSpec) -> RunDir:
+    """Return a new run whose first attempt has begun."""
+    run = create_run(spec, make_plan(spec)).run
+    open_attempt(run.checkpoints, 1)
+    run.attempt(1).mkdir(parents=True)  # as the agent does
+    return run
+
+
 def assembled(path: Path, attempt: int = 1) -> Trainer:
     """Return this rank's trainer of the run in ``path``."""
     run = RunDir(path)
-    return assemble(run, read_record(run), Ranks.from_environment(), attempt, PreemptionFlag(), Heartbeat(None))
+    with contextlib.redirect_stdout(io.StringIO()):
+        return assemble(run, read_record(run), Ranks.from_environment(), attempt, PreemptionFlag(), Heartbeat(None))
+
+
+def ready(path: Path) -> Trainer:
+    """Return this rank's trainer of the run in ``path``, which trains from the newest checkpoint on."""
+    trainer = assembled(path)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert trainer.prepare_batches(trainer.resume().step)
+    return trainer
 
 
 def train_rank(path: Path, attempt: int, last: int) -> RankReport:

@@ -1,19 +1,14 @@
 """Frozen parameters, learning rates of their own, and stages: every layout trains as one plain torch loop does."""
 
-import contextlib
-import io
 import weakref
 from pathlib import Path
 
 import pytest
 
 from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights
-from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
-from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from tests.engine.parity.comparison import FP32, assert_same, difference
-from tests.engine.parity.layouts import assembled, train_in_layout
+from tests.engine.parity.layouts import begun_run, ready, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
 from tests.engine.parity.rows import MUON, Row
 from tests.engine.ranks import on_ranks
@@ -97,32 +92,28 @@ def test_a_staged_run_interrupted_within_and_between_stages_continues_bit_exactl
 
 def roll_back(path: Path) -> tuple[list[float], list[float], bool]:
     """Train to a third stage, go back to the first one, and train again; also whether a replaced engine is freed."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = assembled(path)
-        assert trainer.prepare_batches(trainer.resume().step)
+    trainer = ready(path)
 
-        def losses(first: int, last: int) -> list[float]:
-            for step in range(first, last + 1):
-                trainer.optimizer_step(step)
-            return [measured.values["loss"] for measured in trainer.deferred_metrics.remaining()]
+    def losses(first: int, last: int) -> list[float]:
+        for step in range(first, last + 1):
+            trainer.optimizer_step(step)
+        return [measured.values["loss"] for measured in trainer.deferred_metrics.remaining()]
 
-        losses(1, 2)
-        trainer.save(2, wait=True)
-        before = [weakref.ref(weight) for weight in master_weights(trainer.composed.engine)]
-        once = losses(3, STEPS)
-        is_freed = not any(weight() is not None for weight in before)
-        [saved] = list_checkpoints(trainer.context.run.checkpoints)
-        trainer.stages.prepare_restore(saved.step)
-        trainer.checkpointer.restore(saved)
-        return once, losses(3, STEPS), is_freed
+    losses(1, 2)
+    trainer.save(2, wait=True)
+    before = [weakref.ref(weight) for weight in master_weights(trainer.composed.engine)]
+    once = losses(3, STEPS)
+    is_freed = not any(weight() is not None for weight in before)
+    [saved] = list_checkpoints(trainer.context.run.checkpoints)
+    trainer.stages.prepare_restore(saved.step)
+    trainer.checkpointer.restore(saved)
+    return once, losses(3, STEPS), is_freed
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", [ROWS[1], ROWS[3]], ids=lambda row: row.name)
 def test_a_run_rolled_back_to_an_earlier_stage_trains_the_same_again(row: Row, dataset: Path) -> None:
-    spec = row.spec(dataset, STEPS)
-    created = create_run(spec, make_plan(spec))
-    open_attempt(created.run.checkpoints, 1)
-    for once, again, is_freed in on_ranks(row.ranks, roll_back, created.run.path, connected=False):
+    run = begun_run(row.spec(dataset, STEPS))
+    for once, again, is_freed in on_ranks(row.ranks, roll_back, run.path, connected=False):
         assert once == again
         assert is_freed, "the weights in fp32 of the first stage are still there"

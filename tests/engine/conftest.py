@@ -1,4 +1,4 @@
-"""The dataset of all parity tests."""
+"""The dataset of all tests that train parity rows."""
 
 from pathlib import Path
 
