@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.telemetry import series as module
 from scaletrain_cli.telemetry.series import LARGEST_FILE, Series, SeriesWriter, read_series
+from tests.counting import bytes_read_by
 
 START = 1_700_000_000.0
 VALUES = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -265,32 +266,11 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(gzip.decompress(path.read_bytes()[:size]).splitlines()) == 1
 
 
-def test_the_newest_rows_are_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_rows_are_read_from_the_end(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl.gz"
     filled(path, 30_000, LARGEST_FILE, every=100)
-    opened, sizes = module.open_to_read, []
-
-    class Counting:
-        def __init__(self, file: object) -> None:
-            self.file = file
-
-        def __enter__(self) -> Counting:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            self.file.close()  # type: ignore[attr-defined]
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.file, name)
-
-        def read(self, size: int) -> bytes:
-            sizes.append(size)
-            return self.file.read(size)  # type: ignore[attr-defined, no-any-return]
-
-    monkeypatch.setattr(module, "open_to_read", lambda path: Counting(opened(path)))
-    found = read_series(path, newest=50)["rank 0"]
-    assert list(found.steps) == list(range(29_950, 30_000))
-    assert sum(sizes) < path.stat().st_size / 4
+    assert list(read_series(path, newest=50)["rank 0"].steps) == list(range(29_950, 30_000))
+    assert bytes_read_by(lambda: read_series(path, newest=50)) < path.stat().st_size / 4
 
 
 def test_subjects_beyond_the_limit_are_ignored(tmp_path: Path) -> None:

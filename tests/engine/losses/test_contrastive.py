@@ -100,7 +100,7 @@ def expected_of(name: str, dtype: torch.dtype = torch.float64, scale: float = 14
 
 
 def assert_same(
-    found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]], limit: float
+    found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]], limit: float = 1e-6
 ) -> None:
     assert abs(found[0] - expected[0]) <= limit * max(1.0, abs(expected[0]))
     for name, gradient in expected[1].items():

@@ -13,6 +13,7 @@ from scaletrain_cli.engine.losses import info_nce, nt_xent, sigmoid_loss
 from scaletrain_cli.engine.losses.grad_cache import Outputs, cached_backward, joined
 from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu
 from scaletrain_cli.engine.parallel.mesh import Axis
+from tests.engine.losses.test_contrastive import assert_same
 from tests.engine.optim.small_engine import dtype, run_spec
 from tests.engine.ranks import on_ranks
 
@@ -81,13 +82,6 @@ def expected_of(name: str, dropout: float, count: int, ranks: int = 1) -> tuple[
     loss = loss_of(name, outputs, Axis())
     torch.autograd.backward(loss)
     return loss.item(), gradients(towers)
-
-
-def assert_same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]]) -> None:
-    assert abs(found[0] - expected[0]) <= 1e-6 * max(1.0, expected[0])
-    for name, gradient in expected[1].items():
-        difference = (found[1][name] - gradient).abs().max().item()
-        assert difference <= 1e-6 * max(1.0, gradient.abs().max().item()), name
 
 
 def cached(name: str, dropout: float, count: int, axis: Axis) -> tuple[float, dict[str, Tensor]]:

@@ -174,15 +174,6 @@ def test_a_missing_optimizer_library_is_reported_with_the_command_that_installs_
         build_optimizer(spec, small_model(), layout_of(spec, 1), CPU)
 
 
-def test_matrices_decay_and_norms_and_biases_do_not() -> None:
-    model = small_model()
-    decayed, others = parameter_groups(model, OptimizerSpec(weight_decay=0.1))
-    assert [parameter.shape for parameter in decayed["params"]] == [(32, 16), (4, 32)]
-    assert {parameter.ndim for parameter in others["params"]} == {1}
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
-
-
 def test_a_matrix_that_zero_3_has_partitioned_has_weight_decay() -> None:
     """ZeRO-3 replaces a weight by an empty vector."""
     model = nn.Linear(3, 2)
