@@ -1,52 +1,48 @@
 """The recipes for a laptop train to the end, and their loss falls."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from scaletrain_cli.rundir.journal import read_metrics
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.paths import find_run
 
 pytestmark = [pytest.mark.drill, pytest.mark.long]
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*-tiny-cpu.yaml")))
-def test_a_tiny_recipe_trains_to_the_end(recipe: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "SCALETRAIN_RUNS": str(tmp_path)}
-    command = [sys.executable, "-m", "scaletrain_cli", "train", str(RECIPES / f"{recipe}.yaml"), "--run-id", "r"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def run(*words: object) -> None:
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    losses = [line["loss"] for line in read_metrics(RunDir(tmp_path / "r")) if "loss" in line]
+
+
+def train(recipe: str) -> list[dict[str, Any]]:
+    """Train a recipe to its end; return the lines of its metrics."""
+    run("-m", "scaletrain_cli", "train", RECIPES / f"{recipe}.yaml", "--run-id", "r")
+    return read_metrics(find_run("r"))
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*-tiny-cpu.yaml")))
+def test_a_tiny_recipe_trains_to_the_end(recipe: str) -> None:
+    losses = [line["loss"] for line in train(recipe) if "loss" in line]
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_the_recipe_of_digits_learns_to_read_them(tmp_path: Path) -> None:
-    environment = {**os.environ, "SCALETRAIN_RUNS": str(tmp_path)}
-    recipe = str(RECIPES / "vision-digits-cpu.yaml")
-    command = [sys.executable, "-m", "scaletrain_cli", "train", recipe, "--run-id", "r"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (*_, accuracy) = [
-        line["validation_top1"] for line in read_metrics(RunDir(tmp_path / "r")) if "validation_top1" in line
-    ]
+def test_the_recipe_of_digits_learns_to_read_them() -> None:
+    (*_, accuracy) = [line["validation_top1"] for line in train("vision-digits-cpu") if "validation_top1" in line]
     assert accuracy > 0.97  # a nearest neighbor among the pixels has 0.98
 
 
-def test_the_recipe_of_pairs_finds_pictures_by_captions_and_classes(tmp_path: Path) -> None:
-    environment = {**os.environ, "SCALETRAIN_RUNS": str(tmp_path / "runs")}
-
-    def run(*words: str) -> None:
-        done = subprocess.run([sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    run(str(RECIPES / "clip_pairs_cpu.py"))
-    run("-m", "scaletrain_cli", "train", str(RECIPES / "clip-pairs-cpu.yaml"), "--run-id", "r")
-    (*_, found) = [line for line in read_metrics(RunDir(tmp_path / "runs" / "r")) if "validation_loss" in line]
+def test_the_recipe_of_pairs_finds_pictures_by_captions_and_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(RECIPES / "clip_pairs_cpu.py")
+    (*_, found) = [line for line in train("clip-pairs-cpu") if "validation_loss" in line]
     for direction in ("image_to_text", "text_to_image"):  # among 240 pairs: by chance 0.4 % and 4.2 %
         assert found[f"validation_recall_at_1/{direction}"] > 0.6
         assert found[f"validation_recall_at_10/{direction}"] > 0.95
