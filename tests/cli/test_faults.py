@@ -338,7 +338,7 @@ def test_without_extras_every_verb_works_or_names_its_extra(tmp_path: Path, prep
             assert code in (0, 1, 2, 4), (words, err)
 
 
-def test_closed_streams_print_no_traceback(tmp_path: Path) -> None:
+def test_closed_streams_print_no_traceback() -> None:
     program = f'"{sys.executable}" -m scaletrain_cli'
     lines = [
         f"{program} list >&-",

@@ -125,7 +125,7 @@ def test_an_invalid_option_is_one_error_and_no_file(arguments: list[Any], expect
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
-def test_an_unwritable_plot_file_is_reported_before_planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_plot_file_is_reported_before_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, data: bytes) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -179,7 +179,7 @@ def test_a_failed_figure_keeps_the_previous_file(monkeypatch: pytest.MonkeyPatch
     assert Path("a.svg").read_text() == "precious"
 
 
-def test_plan_json_is_valid_with_plot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_json_is_valid_with_plot() -> None:
     if not HAS_MATPLOTLIB:
         pytest.skip("needs the extra [plot]")
     ended = scaletrain("plan", SMALL, "--json", "--plot", "a.png")

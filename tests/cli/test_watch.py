@@ -97,7 +97,7 @@ def test_a_run_in_every_state_has_its_state_and_its_reason(prepared: dict[str, P
         assert shown.view.status.why[:40] in screen
 
 
-def test_a_run_on_a_volume_that_is_not_visible_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_on_a_volume_that_is_not_visible_here(tmp_path: Path) -> None:
     """The output of the pods is shown as `status` does; one sentence tells what cannot be had."""
     from scaletrain_cli.launch.job import Job
     from scaletrain_cli.launch.status import run_status

@@ -129,7 +129,7 @@ def test_a_dataset_that_is_gone_or_replaced_is_named_and_prepared_again(files: d
     assert splits._folders(spec, run) == found
 
 
-def test_the_processes_of_a_job_record_the_datasets_for_the_gang(files: dict[str, Path], tmp_path: Path) -> None:
+def test_the_processes_of_a_job_record_the_datasets_for_the_gang(files: dict[str, Path]) -> None:
     spec = spec_of(files["web"])
     run = create_run(spec, make_plan(spec), "r1").run
     folder, root = run.path / "preparation", run.path.parent

@@ -227,7 +227,7 @@ def test_the_shared_cache_is_filled_before_the_job_is_submitted(
     assert shared_cache(made_spec(), os.environ) is None  # on this machine the agent fetches
 
 
-def test_pods_fetch_to_a_volume_of_their_own_unless_env_names_another_place(hub: Hub, tmp_path: Path) -> None:
+def test_pods_fetch_to_a_volume_of_their_own_unless_env_names_another_place(hub: Hub) -> None:
     tiny.publish(hub)
     kubernetes = ("cluster.scheduler=kubernetes", "cluster.kubernetes={image: r.io/i@sha256:" + "0" * 64
                   + ", runs: {claim: runs}, volumes: [{claim: models, path: /models}]}")  # fmt: skip
@@ -277,7 +277,7 @@ def test_the_endpoint_in_env_is_used_by_every_verb_as_on_the_nodes(
     assert len(resolve_commits(spec, os.environ)) == 2
 
 
-def test_offline_in_env_lets_no_verb_send_a_request(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_in_env_lets_no_verb_send_a_request(hub: Hub, tmp_path: Path) -> None:
     """The cache in env is used here, too, if its folder exists here."""
     tiny.publish(hub)
     (tmp_path / "shared").mkdir()
@@ -315,7 +315,7 @@ def test_what_only_nodes_see_is_a_note_and_a_full_commit_asks_nobody(hub: Hub, t
 
 
 @pytest.mark.long
-def test_a_model_is_planned_from_the_endpoint_in_env(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_planned_from_the_endpoint_in_env(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.publish(hub)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert scaletrain("plan", f"hf://{tiny.MODEL}", "--set", f"env.HF_ENDPOINT={hub.url}").code == 0
@@ -351,7 +351,7 @@ def test_an_evaluation_reads_the_commit_of_its_run_although_the_branch_has_moved
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])
 @pytest.mark.parametrize("home", ["~x/\0", "/" + "x" * 300, "/closed/hf"], ids=["nul", "long", "closed"])
 def test_a_cache_in_env_that_cannot_be_looked_at_is_not_used_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, scheduler: str
+    monkeypatch: pytest.MonkeyPatch, home: str, scheduler: str
 ) -> None:
     def is_dir(path: Path) -> bool:  # as for a user who may not search the folder, which root may
         if path.is_relative_to("/closed"):

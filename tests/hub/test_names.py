@@ -94,7 +94,7 @@ def test_what_cannot_be_planned_by_name_has_one_clear_error(llama: Hub, words: t
     assert expected in " ".join(scaletrain(*words, code=2).err.split())
 
 
-def test_gpus_without_a_model_of_the_hub_is_refused(tmp_path: Path) -> None:
+def test_gpus_without_a_model_of_the_hub_is_refused() -> None:
     ended = scaletrain("plan", "recipes/llama-10m-cpu.yaml", "--gpus", "8", code=2)
     assert "--gpus requires hf://org/name" in ended.err
 

@@ -118,7 +118,7 @@ def test_a_signal_ends_the_fetch_and_the_next_attempt_starts_the_ranks(
     assert (snapshot / SHARDS[0]).read_bytes() == dict(tiny.shards())[SHARDS[0]]
 
 
-def test_a_signal_after_another_node_started_reaches_ranks(make: MakeHubRun, start: StartAgent, tmp_path: Path) -> None:
+def test_a_signal_after_another_node_started_reaches_ranks(make: MakeHubRun, start: StartAgent) -> None:
     """This node does not see yet that the other one is ready; without it, the ranks there would wait for its ranks."""
     made = make(nodes=2, stay={"1:0": 1, "1:1": 1})  # its own ranks would finish before a signal that is late
     late, other = start(made, "shared", 0, late="fetching"), start(made, "shared", 1)

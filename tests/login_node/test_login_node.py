@@ -203,7 +203,7 @@ def test_a_run_id_that_is_a_path_or_a_command_is_refused_here(site: Site, tree: 
     assert not (site.home / ".cache").exists()
 
 
-def test_an_id_of_a_run_there_is_no_prefix_of_one_here(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_of_a_run_there_is_no_prefix_of_one_here(site: Site) -> None:
     here = Path(os.environ["SCALETRAIN_RUNS"], "base-2")
     here.mkdir(parents=True)
     (here / "run.json").write_text("{}")

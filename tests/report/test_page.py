@@ -56,7 +56,7 @@ def test_the_figures_are_those_of_status(tmp_path: Path) -> None:
     assert str(run.path) in shown.text
 
 
-def test_the_latest_figures_of_a_long_run_are_those_of_status_and_not_of_a_point_of_its_curve(tmp_path: Path) -> None:
+def test_the_latest_figures_of_a_long_run_are_those_of_status_and_not_of_a_point_of_its_curve() -> None:
     run = trained_run()
     rows = [
         {"step": step, "loss": 2.0, "tokens_per_second": 2e4, "mfu": step / 4000, "step_seconds": 0.5, "attempt": 1}

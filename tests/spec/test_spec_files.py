@@ -16,7 +16,7 @@ def test_a_fifo_to_which_nobody_writes_is_an_error(tmp_path: Path, monkeypatch: 
         load_spec(tmp_path / "run.yaml")
 
 
-def test_a_spec_is_read_from_a_pipe_of_the_shell(tmp_path: Path) -> None:
+def test_a_spec_is_read_from_a_pipe_of_the_shell() -> None:
     reader, writer = os.pipe()
     os.write(writer, SMALL.read_bytes())
     os.close(writer)

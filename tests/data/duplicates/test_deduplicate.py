@@ -120,7 +120,7 @@ def test_the_report_counts_what_was_removed(reference: Corpus) -> None:
     assert similarities <= {0.8, 0.9, 1.0}
 
 
-def test_jobs_and_memory_change_no_byte(reference: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_and_memory_change_no_byte(reference: Corpus, tmp_path: Path) -> None:
     corpus = Corpus(tmp_path, SOURCES, Settings(), SMALL_MEMORY)
     generator = random.Random(0)
     for phase in PHASES:
@@ -281,7 +281,7 @@ def test_a_template_needs_work_in_proportion_to_its_documents(tmp_path: Path, mo
     assert corpus.read_report()["large_buckets"]["documents_beyond_representatives"] > documents
 
 
-def test_a_changed_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_source_is_refused(tmp_path: Path) -> None:
     texts = PlantedTexts(20, words=60)
     corpus = Corpus(tmp_path, ("web",), Settings())
     names = [phase.name for phase in PHASES]

@@ -178,7 +178,7 @@ def web_server(tmp_path: Path) -> Iterator[str]:
 
 
 def test_one_file_of_a_web_server_is_found_and_a_server_without_ranges_is_named(
-    s3: FaultyProxy, s3_server: str, web_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: FaultyProxy, s3_server: str, web_server: str, tmp_path: Path
 ) -> None:
     (tmp_path / "web" / "a.txt").write_bytes(CONTENT)
     (found,) = list_files(f"{web_server}/a.txt")

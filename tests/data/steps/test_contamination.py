@@ -72,7 +72,7 @@ def test_short_pieces_are_dropped_and_many_pieces_remove_the_document(files: lis
     assert one(max_pieces=11)(many).text.count("\n") == 10  # type: ignore[union-attr]
 
 
-def test_a_share_drops_documents_with_enough_of_one_item(files: list[str], tmp_path: Path) -> None:
+def test_a_share_drops_documents_with_enough_of_one_item(files: list[str]) -> None:
     """PaLM counts an item as seen if 70 % of its 8-grams are: here by one document. The item has 10 of them."""
     keys = {"files": files, "fields": ["question"], "ngram": 8, "action": "drop"}
     parts = ITEM.split()

@@ -146,7 +146,7 @@ def test_a_run_starts_from_an_adapter_of_peft(dataset: Path, tmp_path: Path) -> 
     assert train_in_layout(again).trained.losses[5] == pytest.approx(first.trained.losses[5], abs=1e-6)
 
 
-def test_a_run_without_a_base_or_an_adapter_has_no_peft_form(dataset: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_base_or_an_adapter_has_no_peft_form(dataset: Path) -> None:
     from scaletrain_cli.engine.checkpoint.adapter_export import peft_files
 
     for overrides, code in (((), "engine.peft-without-adapter"), (LORA, "engine.peft-without-base")):

@@ -109,7 +109,7 @@ def slices(path: Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_run_does_not_resume_on_other_weights(dataset: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_resume_on_other_weights(dataset: Path, base: Path) -> None:
     spec = spec_of(Row(0), dataset, base, steps=4)
     with pytest.raises(RanksFailedError, match="was trained on other weights than those in"):
         train_in_layout(spec, 1, between=lambda: change_a_file(base))
