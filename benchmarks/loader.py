@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from scaletrain_cli.data.chunk_hashes import HashedFile
-from scaletrain_cli.data.token_files import LocalFile, NumberFiles, Split
+from scaletrain_cli.data.token_files import NumberFiles, Split
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.dataset import SourceSequences
 from scaletrain_cli.engine.data.loader import Loader
@@ -71,7 +71,7 @@ def reader(paths: Sequence[Path], seq_len: int, batch: int, packed: bool) -> Bat
     )
     files = {
         name: NumberFiles(
-            [LocalFile(path.with_suffix(f".{name}")) for path in paths],
+            [path.with_suffix(f".{name}") for path in paths],
             [path.with_suffix(f".{name}").stat().st_size // np.dtype(dtype).itemsize for path in paths],
             dtype,
         )

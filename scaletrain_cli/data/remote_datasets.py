@@ -57,12 +57,6 @@ class CachedFile(CachedBlocks):
     def path(self) -> str:
         return self.file.path
 
-    def check(self) -> None:
-        """Do nothing: a chunk is compared when it is fetched, and fetching all of them would fill the cache."""
-
-    def close(self) -> None:
-        """Do nothing: no file remains open."""
-
     def read_block(self, block: int, start: int, stop: int) -> bytes:
         first, last = start // CHUNK_BYTES * CHUNK_BYTES, min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, self.size)
         if self._compared.issuperset(range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))):

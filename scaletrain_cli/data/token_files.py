@@ -9,12 +9,12 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, read_hashes
 from scaletrain_cli.data.pipeline.shards import SCHEMA, SPLITS, read_description, shard_folder
-from scaletrain_cli.data.remote_datasets import prepared_files
+from scaletrain_cli.data.remote_datasets import CachedFile, prepared_files
 
 DTYPES = ("uint16", "uint32")
 _COUNTED = ("tokens", "documents")
@@ -51,12 +51,6 @@ class _OpenFiles:
                 self._open[path] = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # no FIFO
             return os.pread(self._open[path], count, start)
 
-    def close(self, paths: Iterable[Path]) -> None:
-        with self._lock:
-            for path in paths:
-                if path in self._open:
-                    os.close(self._open.pop(path))
-
     def begin_in_child(self) -> None:
         """Open files anew in a forked process, whose lock another thread of the parent may have held."""
         self._open, self._lock = OrderedDict(), threading.Lock()
@@ -64,32 +58,6 @@ class _OpenFiles:
 
 OPEN_FILES = _OpenFiles()
 os.register_at_fork(after_in_child=OPEN_FILES.begin_in_child)
-
-
-class PreparedFile(Protocol):
-    """One file of prepared data, here or remote."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file. Raises CorruptDataError if it cannot be looked at."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """The path or URL of the file, for messages."""
-        ...
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Return bytes ``start`` to ``stop - 1``, after comparing their chunks. Raises CorruptDataError."""
-        ...
-
-    def check(self) -> None:
-        """Compare all of the file with its hashes. Raises CorruptDataError."""
-        ...
-
-    def close(self) -> None:
-        """Close the file; the next read opens it again."""
-        ...
 
 
 class LocalFile:
@@ -130,13 +98,6 @@ class LocalFile:
             raise CorruptDataError(self._path, f"it ends before byte {stop}")
         return content[start - whole : stop - whole]
 
-    def check(self) -> None:
-        """Compare all of the file with its hashes. Raises CorruptDataError."""
-        self.read(0, self.size)
-
-    def close(self) -> None:
-        OPEN_FILES.close([self._path])
-
     def _bytes(self, start: int, stop: int) -> bytes:
         try:
             content = OPEN_FILES.read(self._path, start, stop - start)
@@ -153,9 +114,9 @@ class NumberFiles:
     ``starts``: the place of the first number of each file among all numbers, and the number of all.
     """
 
-    def __init__(self, files: Sequence[Path | PreparedFile], counts: Sequence[int], dtype: str) -> None:
+    def __init__(self, files: Sequence[Path | CachedFile], counts: Sequence[int], dtype: str) -> None:
         self.dtype = np.dtype(dtype)
-        self._files: list[PreparedFile] = [LocalFile(file) if isinstance(file, Path) else file for file in files]
+        self._files = [LocalFile(file) if isinstance(file, Path) else file for file in files]
         self._starts = [0, *accumulate(map(int, counts))]  # a list is searched faster than an array
         self.starts: npt.NDArray[np.int64] = np.array(self._starts, np.int64)
 
@@ -187,19 +148,6 @@ class NumberFiles:
             parts.append(np.frombuffer(content, self.dtype))
             start = end
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
-
-    def check_share(self, rank: int, ranks: int) -> None:
-        """Compare every file with ``number % ranks == rank`` with its hashes. Raises CorruptDataError.
-
-        Chunks of remote files are compared when they are fetched, and not here.
-        """
-        for file in self._files[rank::ranks]:
-            file.check()
-
-    def close(self) -> None:
-        """Close all files; the next read opens them again."""
-        for file in self._files:
-            file.close()
 
 
 @dataclass(frozen=True)

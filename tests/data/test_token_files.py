@@ -39,9 +39,6 @@ def test_any_range_over_several_files_is_that_of_their_concatenation(
         start = draw.randrange(len(expected))
         stop = min(len(expected), start + draw.choice([0, 1, 6, 4097, 150_000]))
         assert (found.read(start, stop) == expected[start:stop]).all()
-    found.check_share(0, 1)
-    found.close()
-    assert (found.read(0, 10) == expected[:10]).all()
     with pytest.raises(IndexError):
         found.read(0, len(expected) + 1)
 
@@ -55,8 +52,6 @@ def test_a_changed_byte_is_found_when_its_chunk_is_read_and_not_before(tmp_path:
     assert (found.read(0, 1000) == expected[:1000]).all()
     with pytest.raises(CorruptDataError, match="chunk 2"):
         found.read(150_000, 150_010)
-    with pytest.raises(CorruptDataError, match="chunk 2"):
-        found.check_share(1, 2)
 
 
 @pytest.fixture
