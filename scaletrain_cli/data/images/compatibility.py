@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scaletrain_cli.data.images.samples import ImageSettings, Targets, class_names, image_settings, labels_named
+from scaletrain_cli.data.images.samples import ImageSettings, Targets, class_names, labels_named
 from scaletrain_cli.data.tokenizers.files import special_tokens, tokenizer_file
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -115,15 +115,18 @@ def settings_of(spec: RunSpec, section: SourceSpec, folder: Path = Path()) -> Im
     ``folder``: the base of relative paths.
     """
     targets, captions = _read_parts(spec)
-    return image_settings(
-        spec.data.images,
+    data, named = spec.data, section.fields or spec.data.images.fields
+    path = data.images.classes if targets in ("class", "classes") else None
+    return ImageSettings(
+        _format_of(spec, section),
+        named.image,
+        named.label,
+        named.caption,
         targets,
-        captions=captions,
-        validation_share=spec.data.validation_split,
-        skips_bad=spec.data.on_bad == "skip",
-        format=_format_of(spec, section),
-        fields=section.fields,
-        folder=folder,
+        captions,
+        () if path is None else class_names(path, folder),
+        data.validation_split,
+        data.on_bad == "skip",
     )
 
 

@@ -13,8 +13,6 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.corpus_files import SKLEARN_DIGITS
-from scaletrain_cli.spec.images import ImageFieldsSpec, ImagesSpec
-from scaletrain_cli.spec.sources import SourceFieldsSpec
 
 # class: one class number; classes: any number of them, as 0 and 1 for each class; numbers: real numbers.
 Targets = Literal["none", "class", "classes", "numbers"]
@@ -69,37 +67,6 @@ class ImageSettings:
     def key(self) -> str:
         """Return the settings as text, for the key of an index."""
         return json.dumps(asdict(self), sort_keys=True)
-
-
-def image_settings(
-    images: ImagesSpec,
-    targets: Targets,
-    *,
-    captions: bool,
-    validation_share: float,
-    skips_bad: bool,
-    format: str = "auto",
-    fields: ImageFieldsSpec | SourceFieldsSpec | None = None,
-    folder: Path = Path(),
-) -> ImageSettings:
-    """Return the settings of a source of the spec. ``folder``: the base of relative paths.
-
-    ``fields``: those of the source, None for those of ``images``.
-
-    Raises UsageError if the file with the names of the classes cannot be read.
-    """
-    named = fields or images.fields
-    return ImageSettings(
-        format,
-        named.image,
-        named.label,
-        named.caption,
-        targets,
-        captions,
-        () if images.classes is None or targets not in ("class", "classes") else class_names(images.classes, folder),
-        validation_share,
-        skips_bad,
-    )
 
 
 def labels_named(labels: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
