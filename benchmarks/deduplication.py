@@ -24,9 +24,10 @@ from typing import Any
 PROJECT = Path(__file__).parents[1]
 sys.path.insert(0, str(PROJECT))
 
-from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, run_job  # noqa: E402
+from scaletrain_cli.data.duplicates import PHASES, Corpus, read_removed, run_job  # noqa: E402
 from scaletrain_cli.data.duplicates.clusters import parts  # noqa: E402
 from scaletrain_cli.data.duplicates.corpus import Sections  # noqa: E402
+from scaletrain_cli.spec.preparation import DuplicatesSpec  # noqa: E402
 from tests.data.duplicates.planted import PlantedTexts, plain_similarity  # noqa: E402
 
 PER_TASK = 5000
@@ -83,7 +84,7 @@ def peak_memory() -> int:
 
 
 def corpus_at(work: Path, documents: int) -> Corpus:
-    return Corpus(work, ("web",) * (documents // PER_TASK), Settings(), MEMORY_BYTES)
+    return Corpus(work, ("web",) * (documents // PER_TASK), DuplicatesSpec(step="duplicates"), MEMORY_BYTES)
 
 
 def accuracy(corpus: Corpus, documents: int) -> dict[str, Any]:
@@ -130,7 +131,8 @@ def accuracy(corpus: Corpus, documents: int) -> dict[str, Any]:
 
 def without_verification(texts: Path, work: Path, documents: int) -> str:
     """Return the accuracy of taking all pairs of a band for duplicates, with 14 bands, as datatrove does by default."""
-    corpus = Corpus(work, ("web",) * (documents // PER_TASK), Settings(bands=14, rows=8), MEMORY_BYTES)
+    settings = DuplicatesSpec(step="duplicates", bands=14, rows=8)
+    corpus = Corpus(work, ("web",) * (documents // PER_TASK), settings, MEMORY_BYTES)
     for number in range([phase.name for phase in PHASES].index("pairs")):
         for job in range(PHASES[number].jobs(corpus)):
             run_job(corpus, number, job, JsonLines(texts))
@@ -145,7 +147,7 @@ def without_verification(texts: Path, work: Path, documents: int) -> str:
     return f"14 x 8 without verification: recall at 0.8 {found:.4f}, precision of pairs {similar / len(pairs):.4f}"
 
 
-def datasketch_row(texts: Path, documents: int, settings: Settings) -> str:
+def datasketch_row(texts: Path, documents: int, settings: DuplicatesSpec) -> str:
     """Return the speed and recall of datasketch's MinHashLSH with the same bands, or why it was not measured."""
     try:
         datasketch: Any = importlib.import_module("datasketch")

@@ -273,13 +273,17 @@ class DuplicatesSpec(PreparationStep):
         if not self.near:
             yield from self._ineffective("near: false", "similarity", "ngram", "bands", "rows")
         else:
-            recall = 1 - (1 - self.similarity**self.rows) ** self.bands
+            recall = self.recall_at(self.similarity)
             if recall < 0.5:
                 yield (
                     "bands",
                     f"with {self.rows} rows find {recall:.0%} of the pairs of similarity {self.similarity:g}. Use more "
                     "bands or fewer rows.",
                 )
+
+    def recall_at(self, similarity: float) -> float:
+        """Return the probability that two documents of a Jaccard similarity are compared: 1 - (1 - s^rows)^bands."""
+        return float(1 - (1 - similarity**self.rows) ** self.bands)
 
 
 IDENTIFIERS = ("email", "ip", "phone", "key")

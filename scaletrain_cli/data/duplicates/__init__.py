@@ -11,11 +11,11 @@ from pathlib import Path
 
 from scaletrain_cli.data.duplicates.candidates import write_band, write_identical, write_pairs
 from scaletrain_cli.data.duplicates.clusters import parts, read_removed, write_clusters, write_shingles, write_verified
-from scaletrain_cli.data.duplicates.corpus import Corpus, Settings, Texts
+from scaletrain_cli.data.duplicates.corpus import Corpus, Texts
 from scaletrain_cli.data.duplicates.signatures import write_signatures
 from scaletrain_cli.safe_files import make_folder
 
-__all__ = ["PHASES", "Corpus", "Settings", "Texts", "read_removed", "remove_phases", "run_job"]
+__all__ = ["PHASES", "Corpus", "Texts", "read_removed", "remove_phases", "run_job"]
 
 
 @dataclass(frozen=True)

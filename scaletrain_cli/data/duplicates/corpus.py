@@ -10,34 +10,26 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import struct
 import unicodedata
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.errors import MissingPackageError
-from scaletrain_cli.extras import install_command
-
-if TYPE_CHECKING:
-    from scaletrain_cli.spec.preparation import DuplicatesSpec  # a worker process needs no pydantic
-
-
-import contextlib
-import os
-import struct
-from collections.abc import Callable, Iterator
-from typing import BinaryIO
-
 from scaletrain_cli.data.drafts import draft_of
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import MissingPackageError, UsageError
+from scaletrain_cli.extras import install_command
 from scaletrain_cli.safe_files import make_folder, open_new, open_to_read
+from scaletrain_cli.spec.preparation import DuplicatesSpec
 
 Numbers = npt.NDArray[Any]
 
@@ -146,43 +138,20 @@ VERSION = 1  # raised with every change of results
 DEFAULT_MEMORY_BYTES = 1 << 30
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings that decide which documents are duplicates.
+def settings_key(settings: DuplicatesSpec) -> dict[str, Any]:
+    """Return all that the results depend on beside the input, as JSON values.
 
-    ``similarity``: the least Jaccard similarity of the shingles of near duplicates.
+    Raises MissingPackageError if rensa is needed and not installed.
     """
-
-    exact: bool = True
-    near: bool = True
-    similarity: float = 0.8
-    ngram: int = 5  # words of a shingle
-    bands: int = 20
-    rows: int = 8  # hashes of a band
-    across_sources: bool = True
-
-    @classmethod
-    def of(cls, section: DuplicatesSpec) -> Settings:
-        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
-
-    def key(self) -> dict[str, Any]:
-        """Return all that the results depend on beside the input, as JSON values.
-
-        Raises MissingPackageError if rensa is needed and not installed.
-        """
-        key = asdict(self) | {"version": VERSION, "unicode": unicodedata.unidata_version}
-        if not self.near:
-            return key
-        try:
-            return key | {"rensa": metadata.version("rensa")}
-        except metadata.PackageNotFoundError as error:
-            raise MissingPackageError(
-                "data.prepare with step: duplicates and near: true needs rensa.", install_command("data")
-            ) from error
-
-    def recall_at(self, similarity: float) -> float:
-        """Return the probability that two documents of a Jaccard similarity are compared: 1 - (1 - s^rows)^bands."""
-        return float(1.0 - (1.0 - similarity**self.rows) ** self.bands)
+    key = settings.model_dump(exclude={"step", "only"}) | {"version": VERSION, "unicode": unicodedata.unidata_version}
+    if not settings.near:
+        return key
+    try:
+        return key | {"rensa": metadata.version("rensa")}
+    except metadata.PackageNotFoundError as error:
+        raise MissingPackageError(
+            "data.prepare with step: duplicates and near: true needs rensa.", install_command("data")
+        ) from error
 
 
 # Yields the documents of a task, by number of the task: (index in the task, text), indices ascending. Each call yields
@@ -204,7 +173,7 @@ class Corpus:
 
     folder: Path
     sources: tuple[str, ...]
-    settings: Settings
+    settings: DuplicatesSpec
     memory_bytes: int = DEFAULT_MEMORY_BYTES  # of one process, beside what is kept per document of a task
 
     @property

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.data.duplicates.corpus import Corpus, SectionWriter, Settings, Texts
+from scaletrain_cli.data.duplicates.corpus import Corpus, SectionWriter, Texts
 from scaletrain_cli.data.steps.normalization import stream_safe
+from scaletrain_cli.spec.preparation import DuplicatesSpec
 
 U64 = npt.NDArray[np.uint64]
 
@@ -188,7 +189,7 @@ def band_section(band: int) -> str:
     return f"band {band}"
 
 
-def minhash(shingles: list[U64], settings: Settings) -> npt.NDArray[np.uint32]:
+def minhash(shingles: list[U64], settings: DuplicatesSpec) -> npt.NDArray[np.uint32]:
     """Return the MinHash signatures of sets of shingles, shape (sets, bands x rows)."""
     from rensa import RMinHash
 
@@ -199,7 +200,7 @@ def minhash(shingles: list[U64], settings: Settings) -> npt.NDArray[np.uint32]:
     return np.array(matrix.to_rows(), np.uint32).reshape(-1, hashes)
 
 
-def band_keys(signatures: npt.NDArray[np.uint32], settings: Settings) -> U64:
+def band_keys(signatures: npt.NDArray[np.uint32], settings: DuplicatesSpec) -> U64:
     """Return a key of 64 bits for each band of each signature, shape (signatures, bands)."""
     rows = signatures.reshape(-1, settings.bands, settings.rows).astype(np.uint64)
     keys = np.full(rows.shape[:2], _SEED, np.uint64)
@@ -216,7 +217,7 @@ def sketch_similarity(first: npt.NDArray[np.uint8], second: npt.NDArray[np.uint8
     return estimate
 
 
-def _columns(settings: Settings, texts: Iterable[tuple[int, str]]) -> dict[str, npt.NDArray[Any]]:
+def _columns(settings: DuplicatesSpec, texts: Iterable[tuple[int, str]]) -> dict[str, npt.NDArray[Any]]:
     indices: list[int] = []
     exact, words_hashes = bytearray(), bytearray()
     counts: list[int] = []

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.drafts import write_whole
-from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, remove_phases, run_job
-from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
+from scaletrain_cli.data.duplicates import PHASES, Corpus, remove_phases, run_job
+from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES, settings_key
 from scaletrain_cli.data.pipeline.chain import (
     Chain,
     ChainStep,
@@ -256,7 +256,7 @@ def _planned(chains: Sequence[Chain], sources: Sequence[Source], section: Prepar
 
 def _duplicates_key(chains: Sequence[Chain], section: DuplicatesSpec) -> str:
     """Return the key of the results of deduplication over several sources."""
-    return chained("duplicates", [each.steps[-1].key for each in chains], Settings.of(section).key())
+    return chained("duplicates", [each.steps[-1].key for each in chains], settings_key(section))
 
 
 def _key_without_duplicates(chain: Chain, key: str, place: int) -> str:
@@ -378,7 +378,7 @@ def _without_duplicates(
     chosen = [number for number, each in enumerate(found) if applies(section, each.source)]
     tasks = [(found[number].chain, task) for number in chosen for task in found[number].tasks]
     key = _duplicates_key([found[number].chain for number in chosen], section)
-    corpus = Corpus(steps / key, tuple(task.source for _, task in tasks), Settings.of(section), memory_bytes)
+    corpus = Corpus(steps / key, tuple(task.source for _, task in tasks), section, memory_bytes)
     make_folder(corpus.folder)
     texts = _Texts(dict(enumerate(tasks)))
     for number in range(len(PHASES)):

@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, Texts, candidates, clusters, read_removed
+from scaletrain_cli.data.duplicates import PHASES, Corpus, Texts, candidates, clusters, read_removed
 from scaletrain_cli.data.duplicates.clusters import parts
-from scaletrain_cli.data.duplicates.corpus import Sections
+from scaletrain_cli.data.duplicates.corpus import Sections, settings_key
 from scaletrain_cli.errors import MissingPackageError, UsageError
 from scaletrain_cli.spec.preparation import DuplicatesSpec
 from tests.data.duplicates.planted import ListedTexts, PlantedTexts, content, deduplicate, plain_similarity
@@ -23,6 +24,7 @@ from tests.data.duplicates.planted import ListedTexts, PlantedTexts, content, de
 PER_TASK = 200
 TASKS = 4
 SOURCES = ("web", "web", "code", "code")
+settings = partial(DuplicatesSpec, step="duplicates")
 SMALL_MEMORY = 1  # byte: the least that the sort can do with
 
 
@@ -33,9 +35,9 @@ def run(
     sources: tuple[str, ...] = SOURCES,
     memory_bytes: int = 1 << 26,
     workers: int = 1,
-    **settings: object,
+    **keys: Any,
 ) -> Corpus:
-    corpus = Corpus(folder, sources, Settings(**settings), memory_bytes)  # type: ignore[arg-type]
+    corpus = Corpus(folder, sources, settings(**keys), memory_bytes)
     deduplicate(corpus, texts, workers, keep_phases=True)
     return corpus
 
@@ -121,7 +123,7 @@ def test_the_report_counts_what_was_removed(reference: Corpus) -> None:
 
 
 def test_jobs_and_memory_change_no_byte(reference: Corpus, tmp_path: Path) -> None:
-    corpus = Corpus(tmp_path, SOURCES, Settings(), SMALL_MEMORY)
+    corpus = Corpus(tmp_path, SOURCES, settings(), SMALL_MEMORY)
     generator = random.Random(0)
     for phase in PHASES:
         jobs = list(range(phase.jobs(corpus)))
@@ -140,6 +142,7 @@ from pathlib import Path
 from typing import Any
 from scaletrain_cli.data import duplicates
 from scaletrain_cli.data.duplicates.corpus import SectionWriter
+from scaletrain_cli.spec.preparation import DuplicatesSpec
 from tests.data.duplicates.planted import PlantedTexts, deduplicate
 
 folder = Path(sys.argv[1])
@@ -159,7 +162,7 @@ list(map(PlantedTexts(200, words=60).text, range(800)))  # which keeps the words
 for line in sys.stdin:
     phase, fatal = line.split()[0], int(line.split()[1])
     if (pid := os.fork()) == 0:
-        corpus = duplicates.Corpus(folder, ("web", "web", "code", "code"), duplicates.Settings())
+        corpus = duplicates.Corpus(folder, ("web", "web", "code", "code"), DuplicatesSpec(step="duplicates"))
         deduplicate(corpus, PlantedTexts(200, words=60))
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -180,7 +183,7 @@ for line in sys.stdin:
             drafts = [name for name in left if name.endswith(".draft")]
             assert len(drafts) == 1
             assert {name: left[name] for name in left if name not in drafts}.items() <= expected.items()
-    corpus = Corpus(folder, SOURCES, Settings())
+    corpus = Corpus(folder, SOURCES, settings())
     assert not corpus.report.exists()
     deduplicate(corpus, PlantedTexts(PER_TASK, words=60), workers=2, keep_phases=True)
     assert content(folder) == expected
@@ -283,7 +286,7 @@ def test_a_template_needs_work_in_proportion_to_its_documents(tmp_path: Path, mo
 
 def test_a_changed_source_is_refused(tmp_path: Path) -> None:
     texts = PlantedTexts(20, words=60)
-    corpus = Corpus(tmp_path, ("web",), Settings())
+    corpus = Corpus(tmp_path, ("web",), settings())
     names = [phase.name for phase in PHASES]
     for phase in PHASES[: names.index("shingles")]:
         for job in range(phase.jobs(corpus)):
@@ -292,11 +295,6 @@ def test_a_changed_source_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"source web .* changed while duplicates"):
             clusters.write_shingles(corpus, 0, changed)
     assert not corpus.shingles(0).exists()
-
-
-def test_settings_are_those_of_the_spec() -> None:
-    assert Settings.of(DuplicatesSpec(step="duplicates")) == Settings()
-    assert Settings.of(DuplicatesSpec(step="duplicates", rows=4, near=False)) == Settings(rows=4, near=False)
 
 
 @pytest.mark.parametrize(
@@ -318,21 +316,21 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(MissingPackageError, match="needs rensa"):
-        Settings().key()
-    assert Settings(near=False).key()
+        settings_key(settings())
+    assert settings_key(settings(near=False))
 
 
 def test_the_key_names_all_that_results_depend_on() -> None:
     keys = [
-        Settings(exact=False),
-        Settings(similarity=0.7),
-        Settings(ngram=4),
-        Settings(bands=10),
-        Settings(rows=4),
-        Settings(across_sources=False),
-        Settings(),
+        settings(exact=False),
+        settings(similarity=0.7),
+        settings(ngram=4),
+        settings(bands=10),
+        settings(rows=4),
+        settings(across_sources=False),
+        settings(),
     ]
-    assert len({str(settings.key()) for settings in keys}) == len(keys)
-    assert Settings().key().keys() > {"rensa", "unicode", "version"}
-    assert "rensa" not in Settings(near=False).key()
-    assert os.fspath(Corpus(Path("a"), ("web",), Settings()).signatures(3)) == "a/signatures/000003"
+    assert len({str(settings_key(each)) for each in keys}) == len(keys)
+    assert settings_key(settings()).keys() > {"rensa", "unicode", "version"}
+    assert "rensa" not in settings_key(settings(near=False))
+    assert os.fspath(Corpus(Path("a"), ("web",), settings()).signatures(3)) == "a/signatures/000003"

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from scaletrain_cli.data.duplicates import signatures
-from scaletrain_cli.data.duplicates.corpus import Settings
 from scaletrain_cli.data.duplicates.signatures import (
     band_keys,
     exact_hash,
@@ -17,6 +16,7 @@ from scaletrain_cli.data.duplicates.signatures import (
     words_hash,
     words_of,
 )
+from scaletrain_cli.spec.preparation import DuplicatesSpec
 from tests.data.duplicates.planted import plain_shingles, plain_similarity, plain_words
 from tests.data.marks import normalized_runs
 
@@ -83,7 +83,7 @@ def test_shorter_texts_have_no_shingles() -> None:
 
 def test_minhash_estimates_similarity_without_bias() -> None:
     """The standard deviation of the estimate from k hashes is sqrt(J (1 - J) / k)."""
-    settings = Settings(bands=16, rows=8)
+    settings = DuplicatesSpec(step="duplicates", bands=16, rows=8)
     generator = np.random.default_rng(0)
     for similarity in (0.5, 0.8, 0.9):
         pairs, size = 400, 300
@@ -108,8 +108,12 @@ def test_minhash_estimates_similarity_without_bias() -> None:
 def test_hashes_are_the_same_on_every_machine() -> None:
     """Files of signatures are used by later versions, which raise VERSION if one of these values changes."""
     words = words_of("The quick brown fox jumps over 13 lazy dogs in Zürich")
-    signature = minhash([shingles_of(words, 5)], Settings())
+    settings = DuplicatesSpec(step="duplicates")
+    signature = minhash([shingles_of(words, 5)], settings)
     assert exact_hash("one two").hex() == "7689d1ceb0c156d213d3370ce8c62d22"
     assert words_hash(words).hex() == "74ecef13898b8893284780ba0732c896"
     assert signature[0, :4].tolist() == [3323611332, 3247870803, 3363115717, 2824948388]
-    assert band_keys(signature, Settings())[0, :2].tolist() == [9655975263329696022, 1783564588551943569]
+    assert band_keys(signature, settings)[0, :2].tolist() == [
+        9655975263329696022,
+        1783564588551943569,
+    ]
