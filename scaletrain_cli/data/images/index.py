@@ -158,12 +158,12 @@ def _build(job: _Job, workers: int, progress: Progress, failure: Path | None, ti
             results = tuple(f"{number:06d}" for number in range(len(units)))
             built = partial(index_unit, folder, job.settings, labels)
             over = (job.work / _NOTE).exists
-            with Workers[int](min(workers, len(units)), claims.owner) as pool:
+            with Workers(min(workers, len(units)), claims.owner) as pool:
                 jobs = list(enumerate(units)).__getitem__
                 key = f"{job.work.name}-units"
                 name = f"index the images of {job.listing.location}"
                 run_stage(Stage(name, key, folder, results, built, jobs, over), claims, pool, progress)
-            with Workers[int](1, claims.owner) as alone:
+            with Workers(1, claims.owner) as alone:
                 finish = partial(_finish, job, names, results)
                 stage = Stage(f"finish the index of {job.listing.location}", job.work.name, job.work, (_NOTE,), finish)
                 run_stage(stage, claims, alone, progress)

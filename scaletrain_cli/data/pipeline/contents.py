@@ -77,7 +77,7 @@ def _read(
     for unit in units:
         if unit.result.exists() and _result(unit) is None:  # damaged
             unit.result.unlink(missing_ok=True)
-    with Workers[int](min(workers, len(units)), claims.owner) as pool:
+    with Workers(min(workers, len(units)), claims.owner) as pool:
         run_stage(stage, claims, pool, progress)
     found = [_result(unit) for unit in units]
     digests = [digest for hashes in found for digest in hashes or ()]

@@ -176,7 +176,7 @@ def prepare(
     with Claims(steps_folder(folder) / ".work", failure, timing) as claims:
         written = [steps, tokenizers]
         try:
-            with Workers[int](workers, claims.owner) as pool:
+            with Workers(workers, claims.owner) as pool:
                 crew = _Crew(claims, pool, progress)
                 claims.remove_drafts(steps)
                 claims.remove_drafts(tokenizers)
@@ -214,7 +214,7 @@ class _Crew:
     """This process and its worker processes, which run the stages together with other preparations."""
 
     claims: Claims
-    workers: Workers[int]
+    workers: Workers
     progress: Progress
 
     def run(self, stage: Stage) -> None:
@@ -275,7 +275,7 @@ def _trained(preparation: Preparation, found: Sequence[Work], folder: Path, crew
     train = partial(train_into, path, _training(preparation), found)
     if not trained_before(path):
         path.unlink(missing_ok=True)
-    with Workers[int](1, crew.claims.owner) as this_process:  # whose training uses all cores
+    with Workers(1, crew.claims.owner) as this_process:  # whose training uses all cores
         stage = Stage("train the tokenizer", path.parent.name, path.parent, (path.name,), train)
         run_stage(stage, crew.claims, this_process, crew.progress)
     return trained_before(path)

@@ -7,15 +7,14 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from scaletrain_cli.data.drafts import own_drafts_as
 from scaletrain_cli.data.pipeline.claims import Claims
@@ -23,13 +22,10 @@ from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import make_folder
 
-Job = TypeVar("Job")
-
-_WAITING_PER_WORKER = 2
 _PR_SET_PDEATHSIG = 1
 
 
-class Workers(Generic[Job]):
+class Workers:
     """``count`` processes, each of one thread; with 1 the work is done in this process.
 
     ``owner``: in whose name the processes write drafts; by default each in its own.
@@ -38,8 +34,8 @@ class Workers(Generic[Job]):
     def __init__(self, count: int, owner: str | None = None) -> None:
         self.count = count
         self._others = set(active_children())
-        self._running: dict[Future[None], Job] = {}
-        self._done: list[tuple[Job, Exception | None]] = []
+        self._running: dict[Future[None], int] = {}
+        self._done: list[tuple[int, Exception | None]] = []
         # Spawned: a fork would copy locks that threads of the tokenizer hold.
         self._pool = (
             ProcessPoolExecutor(count, get_context("spawn"), _begin, (os.getpid(), owner)) if count > 1 else None
@@ -48,26 +44,25 @@ class Workers(Generic[Job]):
             own_drafts_as(owner)
 
     @property
-    def running(self) -> set[Job]:
+    def running(self) -> set[int]:
         """The jobs that were started and not returned by finished()."""
         return {*self._running.values(), *(job for job, _ in self._done)}
 
-    def start(self, work: Callable[[Any], None], job: Job, argument: Any = None) -> None:
-        """Start ``work(argument)`` as the job of a name; without worker processes, run it. None: ``work(job)``."""
-        given = job if argument is None else argument
+    def start(self, work: Callable[[Any], None], job: int, argument: Any) -> None:
+        """Start ``work(argument)`` as the job of a number; without worker processes, run it."""
         if self._pool is not None:
             try:
-                self._running[self._pool.submit(work, given)] = job
+                self._running[self._pool.submit(work, argument)] = job
             except BrokenProcessPool as error:
                 raise _killed(error) from error
             return
         try:
-            work(given)
+            work(argument)
             self._done.append((job, None))
         except Exception as error:
             self._done.append((job, error))
 
-    def finished(self, seconds: float | None = None) -> Iterator[tuple[Job, Exception | None]]:
+    def finished(self, seconds: float | None = None) -> Iterator[tuple[int, Exception | None]]:
         """Yield the jobs that have ended, with their errors, after waiting at most ``seconds`` for the first.
 
         Raises ScaletrainError if a worker process was killed.
@@ -84,25 +79,7 @@ class Workers(Generic[Job]):
         done, self._done = self._done, []
         yield from done
 
-    def run(self, work: Callable[[Job], None], jobs: Iterable[Job]) -> Iterator[int]:
-        """Run ``work(job)`` for each job; yield the number of finished jobs after each.
-
-        Raises the error of the first job that fails, and ScaletrainError if a worker is killed.
-        """
-        left, done = iter(jobs), 0
-        while True:
-            most = 1 if self._pool is None else self.count * _WAITING_PER_WORKER - len(self._running)
-            for job in islice(left, most):
-                self.start(work, job)
-            if not self._running and not self._done:
-                return
-            for _, error in self.finished():
-                if error is not None:
-                    raise error
-                done += 1
-                yield done
-
-    def __enter__(self) -> "Workers[Job]":
+    def __enter__(self) -> "Workers":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -156,7 +133,7 @@ class Stage:
     is_over: Callable[[], bool] = lambda: False  # all later stages are done too, and results may be removed
 
 
-def run_stage(stage: Stage, claims: Claims, workers: Workers[int], progress: Progress) -> None:
+def run_stage(stage: Stage, claims: Claims, workers: Workers, progress: Progress) -> None:
     """Return when all results of a stage are there. Other processes may do any part of it.
 
     Raises the error of the first unit that fails, here or in another process of the same job.

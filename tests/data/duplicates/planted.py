@@ -10,6 +10,7 @@ from scaletrain_cli.data.drafts import remove_drafts
 from scaletrain_cli.data.duplicates import PHASES, Corpus, Texts, remove_phases, run_job
 from scaletrain_cli.data.pipeline.schedule import Workers
 from scaletrain_cli.safe_files import make_folder
+from tests.data.worker_jobs import run_jobs
 
 NGRAM = 5
 _VOCABULARY = 50_000
@@ -117,9 +118,9 @@ def deduplicate(corpus: Corpus, texts: Texts, workers: int = 1, *, keep_phases: 
     if not corpus.report.exists():
         make_folder(corpus.folder)
         remove_drafts(corpus.folder, lambda _owner: True)
-        with Workers[int](workers) as pool:
+        with Workers(workers) as pool:
             for number, phase in enumerate(PHASES):
-                for _ in pool.run(partial(_run_job, corpus, number, texts), range(phase.jobs(corpus))):
+                for _ in run_jobs(pool, partial(_run_job, corpus, number, texts), range(phase.jobs(corpus))):
                     pass
     if not keep_phases:
         remove_phases(corpus)

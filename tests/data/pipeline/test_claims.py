@@ -145,7 +145,7 @@ def test_a_failing_unit_ends_all_processes_of_the_job_with_its_reason(tmp_path: 
     def work(name: str) -> None:
         units = tuple(str(unit) for unit in range(200))
         stage = Stage("tokenize", "tokens", tmp_path / "out", units, partial(fail, tmp_path / "out"))
-        with Claims(tmp_path / "work", tmp_path / "failure.json", QUICK) as own, Workers[int](1) as workers:
+        with Claims(tmp_path / "work", tmp_path / "failure.json", QUICK) as own, Workers(1) as workers:
             try:
                 run_stage(stage, own, workers, ignore)
             except UsageError as error:
@@ -182,7 +182,7 @@ def test_looks_at_a_slow_file_system_are_rare_and_the_waiting_process_sees_the_e
     stage = Stage("tokenize", "tokens", tmp_path / "out", ("0",), partial(fail, tmp_path / "out"))
     with Claims(tmp_path / "work", timing=QUICK) as other, Claims(tmp_path / "work", timing=QUICK) as own:
         assert other.claim("tokens", "0")
-        with Workers[int](1) as workers:
+        with Workers(1) as workers:
             run_stage(stage, own, workers, ignore)
         monkeypatch.undo()
     # 20 times as long as the first look took, then the longest wait after looks at results and claims.
@@ -295,6 +295,6 @@ def test_a_unit_that_was_done_since_the_last_look_is_not_done_again(
 
     monkeypatch.setattr(Claims, "claim", claim_after_another_ended)
     stage = Stage("hash", "hash", tmp_path / "results", ("0", "1"), again.append)
-    with Claims(tmp_path) as claims, Workers[int](1) as pool:
+    with Claims(tmp_path) as claims, Workers(1) as pool:
         run_stage(stage, claims, pool, lambda *_: None)
     assert again == []

@@ -17,6 +17,7 @@ from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.rundir.paths import find_run
 from tests.data.texts import trained_tokenizer
+from tests.data.worker_jobs import run_jobs
 
 TEXTS = [f"The {n}th document has {n * n} words, äöü \N{SNOWMAN}. " * (1 + n % 9) for n in range(700)]
 
@@ -51,7 +52,7 @@ def test_a_killed_worker_is_an_error_that_says_so() -> None:
     """The work is a function of a library, so that the processes import no test."""
     jobs = iter([signal.SIGKILL if number == 3 else signal.SIGCHLD for number in range(1000)])
     with pytest.raises(ScaletrainError, match="killed"), Workers(2) as pool:
-        list(pool.run(signal.raise_signal, jobs))
+        list(run_jobs(pool, signal.raise_signal, jobs))
     assert next(jobs, None) is not None
 
 
@@ -59,8 +60,8 @@ def test_the_error_of_a_job_ends_the_others(tmp_path: Path) -> None:
     """The work is a function of the package, so that the processes import no test."""
     (tmp_path / "run.json").touch()
     jobs = iter([f"{tmp_path}/3" if number == 3 else str(tmp_path) for number in range(100_000)])
-    with pytest.raises(ScaletrainError, match=f"no run '{tmp_path}/3'") as raised, Workers[str](2) as pool:
-        list(pool.run(find_run, jobs))  # type: ignore[arg-type]
+    with pytest.raises(ScaletrainError, match=f"no run '{tmp_path}/3'") as raised, Workers(2) as pool:
+        list(run_jobs(pool, find_run, jobs))
     with pytest.raises(ScaletrainError) as here:
         find_run(f"{tmp_path}/3")
     assert raised.value.to_json() == here.value.to_json()
