@@ -65,23 +65,15 @@ _LARGEST_BYTES = 1 << 28
 MOST_CHARACTERS = 500_000_000
 
 
-@dataclass(frozen=True)
-class BpeTraining:
-    """``sizes``: the bytes of each source as stored, by name.
+def characters_of(sources: Sequence[Source]) -> list[int]:
+    """Return how many characters of each source the sample has, at least as long as the source has them.
 
-    A source's share of the sample is its share of all bytes. The weights of a mixture have no part in it, so that a
-    changed mixture leaves the tokenizer, and all that is prepared with it, as they are.
+    A source's share of the sample is its share of all bytes as stored. The weights of a mixture have no part in it, so
+    that a changed mixture leaves the tokenizer, and all that is prepared with it, as they are.
     """
-
-    vocab_size: int
-    sizes: tuple[tuple[str, int], ...] = ()
-
-    def characters(self, sources: Sequence[str]) -> list[int]:
-        """Return how many characters of each source the sample has, at least as long as the source has them."""
-        sizes = dict(self.sizes)
-        given = [sizes.get(name, 0) for name in sources]
-        given = given if any(given) else [1] * len(given)
-        return [round(MOST_CHARACTERS * size / sum(given)) for size in given]
+    sizes = [sum(file.size for file in source.files) for source in sources]
+    sizes = sizes if any(sizes) else [1] * len(sizes)
+    return [round(MOST_CHARACTERS * size / sum(sizes)) for size in sizes]
 
 
 def trained_before(path: Path) -> str:
@@ -95,19 +87,19 @@ def trained_before(path: Path) -> str:
     return content
 
 
-def train_into(path: Path, training: BpeTraining, sources: Sequence[Work], _unit: int = 0) -> None:
+def train_into(path: Path, vocab_size: int, sources: Sequence[Work], _unit: int = 0) -> None:
     """Train the tokenizer and write its tokenizer.json. Raises UsageError and OSError."""
-    tokenizer = train_tokenizer(sample(training, sources), training.vocab_size, [END_OF_TEXT])
+    tokenizer = train_tokenizer(sample(sources), vocab_size, [END_OF_TEXT])
     write_whole(path, str(tokenizer.to_str(pretty=True)))
 
 
-def sample(training: BpeTraining, sources: Sequence[Work]) -> Iterator[str]:
+def sample(sources: Sequence[Work]) -> Iterator[str]:
     """Yield the documents to train on; one source without steps gives its beginning.
 
     Otherwise each source gives documents from tasks that lie evenly in it, until it has given its share. Raises
     UsageError for a source of which no document is left.
     """
-    characters = training.characters([each.name for each in sources])
+    characters = characters_of([each.source for each in sources])
     from_beginning = len(sources) == 1 and len(sources[0].chain.steps) == 1
     for work, most in zip(sources, characters, strict=True):
         taken, is_empty = 0, True
@@ -272,7 +264,7 @@ def _dataset_key(preparation: Preparation, tokenizer: str, chain: Chain) -> str:
 def _trained(preparation: Preparation, found: Sequence[Work], folder: Path, crew: _Crew) -> str:
     """Return the tokenizer.json that is trained on the documents that are left, once, and kept in ``folder``."""
     path = _tokenizer_path(preparation, folder, [each.chain for each in found])
-    train = partial(train_into, path, _training(preparation), found)
+    train = partial(train_into, path, preparation.vocab_size, found)
     if not trained_before(path):
         path.unlink(missing_ok=True)
     with Workers(1, crew.claims.owner) as this_process:  # whose training uses all cores
@@ -293,15 +285,8 @@ def _tokenizer_path(preparation: Preparation, folder: Path, chains: Sequence[Cha
 
     ``folder``: of all trained tokenizers.
     """
-    training = _training(preparation)
-    characters = training.characters([source.name for source in preparation.sources])
-    keys = zip((chain.steps[-1].key for chain in chains), characters, strict=True)
-    return folder / chained(_TRAINING, training.vocab_size, list(keys)) / "tokenizer.json"
-
-
-def _training(preparation: Preparation) -> BpeTraining:
-    sizes = tuple((source.name, sum(file.size for file in source.files)) for source in preparation.sources)
-    return BpeTraining(preparation.vocab_size, sizes)
+    keys = zip((chain.steps[-1].key for chain in chains), characters_of(preparation.sources), strict=True)
+    return folder / chained(_TRAINING, preparation.vocab_size, list(keys)) / "tokenizer.json"
 
 
 def _first_step(preparation: Preparation, steps: Path, source: Source) -> Chain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scaletrain_cli.data.pipeline import prepare as pipeline
 from scaletrain_cli.data.pipeline.chain import Work, chain_of
-from scaletrain_cli.data.pipeline.prepare import BpeTraining, Preparation, prepare, prepared, sample, spread
+from scaletrain_cli.data.pipeline.prepare import Preparation, prepare, prepared, sample, spread
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.spec.preparation import GopherQualitySpec
@@ -47,8 +48,11 @@ def test_sources_are_sampled_by_size_evenly_and_after_all_steps(
     monkeypatch.setattr(pipeline, "MOST_CHARACTERS", 3000)
     sources = source(tmp_path, "web", WEB), source(tmp_path, "books", BOOKS)
     chains = [chain_of(tmp_path / "steps", each, (SHORT,), skips_bad=False) for each in sources]
-    sampled = [Work(each, tasks_of(each, 1000), chain) for each, chain in zip(sources, chains, strict=True)]
-    texts = list(sample(BpeTraining(300, (("web", 3000), ("books", 1000))), sampled))
+    sampled = [
+        Work(replace(each, files=(replace(each.files[0], size=size),)), tasks_of(each, 1000), chain)
+        for each, chain, size in zip(sources, chains, (3000, 1000), strict=True)
+    ]
+    texts = list(sample(sampled))
     characters = {text: sum(len(each) for each in texts if each.startswith(text)) for text in ("The", "Book")}
     assert 2250 < characters["The"] < 2350
     assert 750 < characters["Book"] < 850
