@@ -36,6 +36,7 @@ from scaletrain_cli.data.images.index_units import (
     TARGET_TYPES,
     UNIT_INFO,
     index_unit,
+    short_sides,
 )
 from scaletrain_cli.data.images.listing import Listing, list_source
 from scaletrain_cli.data.images.reading import open_images
@@ -201,10 +202,7 @@ def _finish(job: _Job, names: tuple[str, ...], results: Sequence[str], _unit: in
         create_file(draft / FILES, json.dumps(_files(job.listing)))
         content = hashlib.sha256(json.dumps([digest.hexdigest(), names]).encode()).hexdigest()
         key = chained(_VERSION, job.listing.location, job.settings.key(), content)
-        image_bytes, pixels = (
-            {split: sum(info[f"{split}_{what}"] for info in infos) for split in SPLITS}
-            for what in ("image_bytes", "pixels")
-        )
+        summed = [f"{split}_{what}" for what in ("image_bytes", "pixels") for split in SPLITS]
         document = {
             "schema": SCHEMA,
             "key": key,
@@ -215,9 +213,8 @@ def _finish(job: _Job, names: tuple[str, ...], results: Sequence[str], _unit: in
             "files": len(job.listing.names) or len(job.listing.shards),
             "left_out": dict(job.listing.left_out or {}),
             **{f"{split}_samples": counts[split] for split in SPLITS},
-            **{f"{split}_image_bytes": image_bytes[split] for split in SPLITS},
-            **{f"{split}_pixels": pixels[split] for split in SPLITS},
-            **{f"{split}_short_sides": _short_sides(infos, split) for split in SPLITS},
+            **{name: sum(info[name] for info in infos) for name in summed},
+            **{f"{split}_short_sides": short_sides(infos, (split,)) for split in SPLITS},
             "classes": list(names) or None,
             "num_classes": (len(names) or largest + 1) if job.settings.targets in ("class", "classes") else None,
             "target_size": size,
@@ -268,15 +265,6 @@ def _join(
         for file in files.values():
             digest.update(hashlib.sha256(file.finish()).digest())
     return samples, largest
-
-
-def _short_sides(infos: Sequence[Mapping[str, Any]], split: str) -> dict[str, int]:
-    """Return the images of a split by bucket, in ascending order."""
-    found: dict[int, int] = {}
-    for info in infos:
-        for side, count in info[f"{split}_short_sides"].items():
-            found[int(side)] = found.get(int(side), 0) + count
-    return {str(side): found[side] for side in sorted(found)}
 
 
 def _target_size(infos: Sequence[Mapping[str, Any]], job: _Job) -> int | None:

@@ -6,7 +6,8 @@ import hashlib
 import json
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class _Written:
     ends: array[Any] = field(default_factory=lambda: array("q"))
     image_bytes: int = 0
     pixels: int = 0
-    short_sides: dict[int, int] = field(default_factory=dict)  # images by the bucket of their shorter side
+    short_sides: Counter[int] = field(default_factory=Counter)  # images by the bucket of their shorter side
 
 
 def index_unit(folder: Path, settings: ImageSettings, labels: Sequence[str], given: tuple[int, Unit]) -> None:
@@ -77,7 +78,7 @@ def index_unit(folder: Path, settings: ImageSettings, labels: Sequence[str], giv
     written = {split: _Written() for split in SPLITS}
     classes = {label: number for number, label in enumerate(labels)}
     bad: dict[str, list[dict[str, Any]]] = {}
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     sizes = set[int]()
     images = bytearray()
     for found in unit.samples(settings):
@@ -89,20 +90,16 @@ def index_unit(folder: Path, settings: ImageSettings, labels: Sequence[str], giv
         if not settings.skips_bad:
             raise UsageError(Reason("images.bad-sample", {"where": problem.place, "problem": problem.reason}))
         code = problem.reason.code
-        counts[code] = counts.get(code, 0) + 1
+        counts[code] += 1
         if len(bad.setdefault(code, [])) < MOST_PLACES:
             bad[code].append({"place": problem.place, "problem": problem.reason.to_document()})
     info = {
         "bad": [{"code": code, "samples": counts[code], "places": bad[code]} for code in sorted(bad)],
         "target_size": sizes.pop() if len(sizes) == 1 else 0,
         **{
-            f"{split}_{what}": value
+            f"{split}_{what}": getattr(each, what)
             for split, each in written.items()
-            for what, value in (
-                ("image_bytes", each.image_bytes),
-                ("pixels", each.pixels),
-                ("short_sides", each.short_sides),
-            )
+            for what in ("image_bytes", "pixels", "short_sides")
         },
     }
     make_folder(folder, parents=True)
@@ -159,8 +156,7 @@ def _add(
         into.ends.append(len(into.targets))
     into.image_bytes += len(found.image)
     into.pixels += size[0] * size[1]
-    short = bucket_of(min(size))
-    into.short_sides[short] = into.short_sides.get(short, 0) + 1
+    into.short_sides[bucket_of(min(size))] += 1
     return None
 
 
@@ -168,6 +164,15 @@ def bucket_of(side: int) -> int:
     """Return the least side of the bucket of a length in pixels: exact below 64, then 32 buckets for each octave."""
     shift = max(0, side.bit_length() - 6)
     return side >> shift << shift
+
+
+def short_sides(documents: Iterable[Mapping[str, Any]], splits: Sequence[str]) -> dict[str, int]:
+    """Return the images in some splits of units or indexes by the bucket of their shorter side, in ascending order."""
+    found = Counter[int]()
+    for document in documents:
+        for split in splits:
+            found.update({int(side): count for side, count in document[f"{split}_short_sides"].items()})
+    return {str(side): found[side] for side in sorted(found)}
 
 
 def _size(found: Found, settings: ImageSettings) -> tuple[int, int] | Reason:

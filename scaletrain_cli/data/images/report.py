@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.data.images.index_units import SAMPLE
+from scaletrain_cli.data.images.index_units import SAMPLE, short_sides
 from scaletrain_cli.data.images.reading import describe_index
 from scaletrain_cli.data.pipeline.shards import SPLITS
 from scaletrain_cli.data.report import IMAGE_REPORT
@@ -110,17 +110,10 @@ def _short_sides(document: Mapping[str, Any], image_size: int | None) -> dict[st
 
     ``smaller``: share of the images that are enlarged, because the side is less than ``image_size``.
     """
-    counts: dict[int, int] = {}
-    for split in SPLITS:
-        for side, count in document[f"{split}_short_sides"].items():
-            counts[int(side)] = counts.get(int(side), 0) + count
-    sides, images = np.array(sorted(counts)), np.array([counts[side] for side in sorted(counts)])
+    counts = short_sides([document], SPLITS)
+    sides, images = np.array([*map(int, counts)]), np.array([*counts.values()])
     smaller = None if image_size is None else float(images[sides < image_size].sum() / images.sum())
-    return {
-        "quantiles": _quantiles(np.repeat(sides, images)),
-        "smaller": smaller,
-        "images": {str(side): counts[side] for side in sorted(counts)},
-    }
+    return {"quantiles": _quantiles(np.repeat(sides, images)), "smaller": smaller, "images": counts}
 
 
 def _classes(folder: Path, document: Mapping[str, Any], splits: Mapping[str, _Split]) -> dict[str, Any] | None:

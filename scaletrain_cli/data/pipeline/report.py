@@ -4,7 +4,7 @@ It is put together from what the steps have recorded, and is the same for any nu
 """
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -61,14 +61,13 @@ def _report(source: Work, sources: Sequence[Work]) -> dict[str, Any]:
     for step in steps:  # by the tokens per character of what is left in the end
         step["estimated_tokens_left"] = round(step["characters_left"] * tokens / characters) if characters else None
     # The documents of each language that were kept and removed; None without a step ``language``.
-    kept: dict[str, int] = {}
-    removed: dict[str, int] = {}
+    kept, removed = Counter[str](), Counter[str]()
     for step in steps:
         if step["name"] == "language":
-            _add(kept, {name.partition(".")[2]: count for name, count in step["counts"].items()})
+            kept.update({name.partition(".")[2]: count for name, count in step["counts"].items()})
             for rule in step["removed"]:
-                unsure = {"": rule["documents"]} if rule["rule"] == "language.min_probability" else rule["measured"]
-                _add(removed, unsure)
+                unsure = rule["rule"] == "language.min_probability"
+                removed.update({"": rule["documents"]} if unsure else rule["measured"])
     return {
         "schema": SCHEMA,
         "source": source.name,
@@ -87,15 +86,16 @@ def _files(source: Work) -> list[Any]:
 
 def _step(source: Work, number: int) -> dict[str, Any]:
     step, total = source.chain.steps[number], Decisions()
-    removed: Counter[str] = Counter()
+    removed, removed_characters = Counter[str](), Counter[str]()
+    measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for task in source.tasks:
         found = _decisions(source.chain, number, task)
         for name in ("documents", "characters", "documents_left", "characters_left"):
             setattr(total, name, getattr(total, name) + getattr(found, name))
         removed.update({rule: len(numbers) for rule, numbers in found.removed.items()})
-        _add(total.removed_characters, found.removed_characters)
+        removed_characters.update(found.removed_characters)
         for rule, values in found.measured.items():
-            _add(total.measured.setdefault(rule, {}), values)
+            measured[rule].update(values)
         total.counts.update(found.counts)
         _keep_first(total.examples, found.examples, task, _EXAMPLES_PER_RULE)
         _keep_first(total.bad, found.bad, task, _PLACES_PER_REASON)
@@ -111,9 +111,9 @@ def _step(source: Work, number: int) -> dict[str, Any]:
                 "rule": rule,
                 "documents": removed[rule],
                 "share": removed[rule] / total.documents,
-                "characters": total.removed_characters[rule],
+                "characters": removed_characters[rule],
                 "limit": next((each["limit"] for each in total.examples if each["rule"] == rule), None),
-                "measured": _in_order(total.measured.get(rule, {})),
+                "measured": _in_order(measured[rule]),
                 "examples": [
                     {"place": each["place"], "measured": each["measured"], "text": each["text"]}
                     for each in total.examples
@@ -141,11 +141,6 @@ def _step(source: Work, number: int) -> dict[str, Any]:
 
 def _decisions(chain: Chain, number: int, task: Task) -> Decisions:
     return read_decisions(chain.decisions(number, task)) or Decisions()
-
-
-def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
-    for name, count in more.items():
-        total[name] = total.get(name, 0) + count
 
 
 def _keep_first(kept: list[dict[str, Any]], found: Sequence[Mapping[str, Any]], task: Task, most: int) -> None:
@@ -208,7 +203,7 @@ def _tokens(source: Work) -> dict[str, Any]:
     """Return documents, tokens, bytes, lengths and kinds of characters of what is left."""
     document: Counter[str] = Counter()
     lengths: dict[int, list[int]] = {}
-    characters: dict[str, int] = {}
+    characters = Counter[str]()
     shortest: int | None = None
     longest, unknown = 0, None
     for task in source.tasks:
@@ -222,7 +217,7 @@ def _tokens(source: Work) -> dict[str, Any]:
             total = lengths.setdefault(int(least), [0, 0])
             total[0] += documents
             total[1] += tokens
-        _add(characters, found["characters"])
+        characters.update(found["characters"])
         shortest = found["shortest"] if shortest is None else min(shortest, found["shortest"])
         longest = max(longest, found["longest"])
         if found["unknown_tokens"] is not None:
