@@ -113,43 +113,26 @@ class StepBatch(NamedTuple):
     def micro_batches(self) -> list[MicroBatch]:
         """Return the micro-batches, in the order of accumulation."""
 
-        def part(values: Tensor | None, number: int) -> Tensor | None:
-            return None if values is None else values[number]
-
-        def cut(values: Tensor, number: int) -> Tensor:
-            """Return the values of a micro-batch without the positions beyond its length.
-
-            The last dimension is the whole length, or this rank's part of it, of which it keeps the same share.
-            """
-            if self.lengths is None:
-                return values[number]
-            length = self.lengths[number] * values.shape[-1] // max(self.lengths)
-            return values[number, ..., :length].contiguous()
-
         images: Sequence[Tensor | None] = [None] * len(self.tokens)
         if self.images is not None:
             assert self.image_counts is not None
             images = torch.split(self.images.permute(0, 3, 1, 2), list(self.image_counts))
 
-        return [
-            MicroBatch(
-                tokens=cut(self.tokens, i),
-                labels=cut(self.labels, i),
-                positions=self.positions if self.positions.dim() == 1 else cut(self.positions, i),
-                samples=self.samples[i],
-                divisor=self.divisor,
-                weights=None if self.weights is None else cut(self.weights, i),
-                documents=None if self.documents is None else cut(self.documents, i),
-                segments=None if self.segments is None else Segments(self.segments.bounds[i], self.segments.longest),
-                numbers=part(self.numbers, i),
-                reference=part(self.reference, i),
-                step_tokens=self.step_tokens,
-                real=None if self.real is None else cut(self.real, i),
-                sources=part(self.sources, i),
-                images=images[i],
-            )
-            for i in range(len(self.tokens))
-        ]
+        def part(name: str, number: int) -> Any:
+            values = getattr(self, name)
+            if values is None or name in ("divisor", "step_tokens") or (name == "positions" and values.dim() == 1):
+                return values
+            if name == "images":
+                return images[number]
+            if name == "segments":
+                return Segments(values.bounds[number], values.longest)
+            if self.lengths is None or name in ("samples", "numbers", "reference", "sources"):
+                return values[number]
+            # The last dimension is the whole length, or this rank's part of it: beyond the same share is only padding.
+            length = self.lengths[number] * values.shape[-1] // max(self.lengths)
+            return values[number, ..., :length].contiguous()
+
+        return [MicroBatch(*(part(name, i) for name in MicroBatch._fields)) for i in range(len(self.tokens))]
 
 
 PADDING_MULTIPLE = 64  # few shapes, and none that a kernel does not take
