@@ -183,71 +183,45 @@ class PreflightFinding:
 
 def compare_ranks(measures: Sequence[RankMeasures], expected: Expected) -> list[PreflightFinding]:
     """Return everything that is wrong with these ranks, the findings that reject a node first."""
-    found = [
-        *_memory(measures, expected),
-        *_slow_devices(measures),
-        *_slow_links(measures),
-        *_different_versions(measures),
-        *_clocks(measures),
-        *_together(expected),
-    ]
-    return sorted(found, key=lambda finding: not finding.keeps_off)
+    return sorted(_findings(measures, expected), key=lambda finding: not finding.keeps_off)
 
 
-def _memory(measures: Sequence[RankMeasures], expected: Expected) -> Iterator[PreflightFinding]:
+def _findings(measures: Sequence[RankMeasures], expected: Expected) -> Iterator[PreflightFinding]:
     for one in measures:
         if one.total_bytes and one.free_bytes < expected.peak_bytes:
             params = {"device": one.device, "free_bytes": one.free_bytes, "total_bytes": one.total_bytes}
             reason = Reason("engine.device-memory-short", {**params, "peak_bytes": expected.peak_bytes})
             yield PreflightFinding(one.rank, one.node, reason, keeps_off=True)
-
-
-def _slow_devices(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
-    usual = median(one.flops for one in measures)
-    if len(measures) < _FEWEST_TO_COMPARE:
-        return
-    for one in measures:
-        if one.flops < _SLOW_DEVICE * usual:
-            params = {"device": one.device, "tflops": one.flops / 1e12, "usual_tflops": usual / 1e12}
-            reason = Reason("engine.device-slow", params)
-            yield PreflightFinding(one.rank, one.node, reason, keeps_off=True, costs_speed=True)
-
-
-def _slow_links(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
-    """Compare the best link of each node: a healthy node is slow with a bad partner, but not with all partners."""
-    best = {one.rank: max(one.links) for one in measures if one.links}
-    if len(best) < _FEWEST_TO_COMPARE:
-        return
-    usual = median(best.values())
-    for one in measures:
-        if one.rank in best and best[one.rank] < _SLOW_NODE * usual:
-            reason = Reason("engine.network-slow", {"gbps": best[one.rank] / 1e9, "usual_gbps": usual / 1e9})
-            yield PreflightFinding(one.rank, one.node, reason, keeps_off=True, costs_speed=True)
-
-
-def _different_versions(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
+    flops = median(one.flops for one in measures)
+    for one in measures if len(measures) >= _FEWEST_TO_COMPARE else ():
+        if one.flops < _SLOW_DEVICE * flops:
+            speeds = {"device": one.device, "tflops": one.flops / 1e12, "usual_tflops": flops / 1e12}
+            yield PreflightFinding(
+                one.rank, one.node, Reason("engine.device-slow", speeds), keeps_off=True, costs_speed=True
+            )
+    # The best link of each node: a healthy node is slow with a bad partner, but not with all partners.
+    best = {one.rank: (one.node, max(one.links)) for one in measures if one.links}
+    for rank, (node, link) in best.items() if len(best) >= _FEWEST_TO_COMPARE else ():
+        if link < _SLOW_NODE * (usual := median(each for _, each in best.values())):
+            reason = Reason("engine.network-slow", {"gbps": link / 1e9, "usual_gbps": usual / 1e9})
+            yield PreflightFinding(rank, node, reason, keeps_off=True, costs_speed=True)
     for name in sorted({name for one in measures for name in one.versions}):
         versions = [one.versions.get(name, "none") for one in measures]
-        usual = max(sorted(set(versions)), key=versions.count)
+        common = max(sorted(set(versions)), key=versions.count)
         for one, version in zip(measures, versions, strict=True):
-            if version != usual:
-                reason = Reason("engine.version-differs", {"library": name, "version": version, "usual": usual})
+            if version != common:
+                reason = Reason("engine.version-differs", {"library": name, "version": version, "usual": common})
                 yield PreflightFinding(one.rank, one.node, reason, keeps_off=False)
-
-
-def _clocks(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
-    usual = median(one.clock for one in measures)
+    clock = median(one.clock for one in measures)
     for one in measures:
-        if abs(one.clock - usual) > _CLOCK_SECONDS:
-            code = "engine.clock-ahead" if one.clock > usual else "engine.clock-behind"
-            reason = Reason(code, {"seconds": abs(one.clock - usual)})
-            yield PreflightFinding(one.rank, one.node, reason, keeps_off=False)
-
-
-def _together(expected: Expected) -> Iterator[PreflightFinding]:
+        if abs(one.clock - clock) > _CLOCK_SECONDS:
+            code = "engine.clock-ahead" if one.clock > clock else "engine.clock-behind"
+            yield PreflightFinding(
+                one.rank, one.node, Reason(code, {"seconds": abs(one.clock - clock)}), keeps_off=False
+            )
     if expected.all_reduce_seconds and expected.measured_seconds * _SLOW_ALL > expected.all_reduce_seconds:
-        params = {"measured": expected.measured_seconds, "planned": expected.all_reduce_seconds}
-        yield PreflightFinding(-1, "", Reason("engine.all-reduce-slow", params), keeps_off=False)
+        times = {"measured": expected.measured_seconds, "planned": expected.all_reduce_seconds}
+        yield PreflightFinding(-1, "", Reason("engine.all-reduce-slow", times), keeps_off=False)
 
 
 SCHEMA = "scaletrain.preflight/v1"
