@@ -43,11 +43,14 @@ def install_command(extra: str) -> str:
     return f"pip install -c constraints.txt '.[{extra}]' in {where}"
 
 
-def require(module: str, extra: str) -> Any:
-    """Return a module of an optional extra. Raises UsageError with the command that installs it."""
+def require(module: str, extra: str, code: str = "", **params: str) -> Any:
+    """Return a module of an optional extra. Raises UsageError with the command that installs it.
+
+    ``code``: of a reason that has ``params`` and the error; empty for one that has the module.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(
-            Reason("sources.library-missing", {"module": module, "command": install_command(extra)})
-        ) from error
+        about = {**params, "error": str(error)} if code else {"module": module}
+        reason = Reason(code or "sources.library-missing", about | {"command": install_command(extra)})
+        raise UsageError(reason) from error

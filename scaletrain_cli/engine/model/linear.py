@@ -6,7 +6,6 @@ tensor-wise scaling; FP8 formats for deep learning, arXiv:2209.05433). Attention
 The activation of an MLP, and the product of a gated one (arXiv:2002.05202).
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from torch.autograd import Function
 
 from scaletrain_cli.engine.model.base import CausalLM
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.extras import install_command
+from scaletrain_cli.extras import require
 from scaletrain_cli.reasons import Reason
 
 Activation = Callable[[Tensor], Tensor]
@@ -103,12 +102,8 @@ def use_fp8_linears(model: CausalLM, device: torch.device, *, emulated: bool = F
     """
     if not emulated and (problem := fp8_problem(device)):
         raise UsageError(problem)
-    try:
-        float8 = importlib.import_module("torchao.float8")
-        linear = importlib.import_module("torchao.float8.float8_linear")
-    except ImportError as error:
-        params = {"error": str(error), "command": install_command("fp8")}
-        raise UsageError(Reason("engine.torchao-missing", params)) from error
+    float8 = require("torchao.float8", "fp8", "engine.torchao-missing")
+    linear = require("torchao.float8.float8_linear", "fp8", "engine.torchao-missing")
     config = float8.Float8LinearConfig(emulate=emulated)
     like = linear.Float8Linear.from_float(nn.Linear(_MULTIPLE, _MULTIPLE, bias=False, device="meta"), config)
 

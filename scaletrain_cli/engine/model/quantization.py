@@ -4,7 +4,6 @@ For CUDA only. Nothing here runs without a GPU, so that the tests cover which la
 the 4-bit formats on the CPU kernels of bitsandbytes; the spec refuses a quantized base on CPUs.
 """
 
-import importlib
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.adapters import is_transposed
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.extras import install_command
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.extras import require
 
 _BLOCK = 64  # weights that share a scale in 4 bits, as in QLoRA
 _OUTLIERS = 6.0  # inputs above this are multiplied in 16 bits, as in LLM.int8()
@@ -27,12 +24,12 @@ def quantize_when_loaded(model: nn.Module, names: Collection[str], kind: str) ->
     result to ``materialize``, so that at most one weight at a time is not quantized. Raises UsageError without
     bitsandbytes.
     """
-    library = _bitsandbytes()
+    library = require("bitsandbytes", "optimizers", "engine.quantization-missing")
     layers: dict[nn.Module, str] = {}
     for name, layer in model.named_modules():
         if f"{name}.weight" in names:
             layers[layer] = name
-            layer.forward = _int8_product(layer, library) if kind == "int8" else _four_bit_product(layer, library)
+            layer.forward = _product(layer, kind, library)
 
     def quantize(module: nn.Module) -> None:
         if module in layers:
@@ -56,28 +53,16 @@ def _quantize(layer: Any, kind: str, library: Any) -> None:
     layer.quantized = nn.Buffer(packed, persistent=False)
 
 
-def _four_bit_product(layer: Any, library: Any) -> Callable[[Tensor], Tensor]:
+def _product(layer: Any, kind: str, library: Any) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        product: Tensor = library.matmul_4bit(x, layer.quantized.t(), bias=None, quant_state=layer.quantized_state)
+        product: Tensor
+        if kind == "int8":
+            state = library.MatmulLtState()
+            state.CB, state.SCB = layer.quantized, layer.quantized_scales
+            state.has_fp16_weights, state.threshold = False, _OUTLIERS
+            product = library.matmul(x, layer.quantized, bias=None, state=state)
+        else:
+            product = library.matmul_4bit(x, layer.quantized.t(), bias=None, quant_state=layer.quantized_state)
         return product if layer.bias is None else product + layer.bias
 
     return forward
-
-
-def _int8_product(layer: Any, library: Any) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        state = library.MatmulLtState()
-        state.CB, state.SCB = layer.quantized, layer.quantized_scales
-        state.has_fp16_weights, state.threshold = False, _OUTLIERS
-        product: Tensor = library.matmul(x, layer.quantized, bias=None, state=state)
-        return product if layer.bias is None else product + layer.bias
-
-    return forward
-
-
-def _bitsandbytes() -> Any:
-    try:
-        return importlib.import_module("bitsandbytes")
-    except ImportError as error:
-        params = {"error": str(error), "command": install_command("optimizers")}
-        raise UsageError(Reason("engine.quantization-missing", params)) from error

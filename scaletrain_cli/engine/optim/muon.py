@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
-            **({"fused": True} if fused else {}),
+            fused=fused or None,
         )
         super().__init__(groups, self._adamw.defaults)
 

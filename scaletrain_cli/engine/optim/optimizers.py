@@ -6,7 +6,6 @@ orthogonalizing in one ZeRO stage and after it in the others, and does not gathe
 sharded, so that a spec would train differently in different layouts.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,10 @@ from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.materialization import names_of_parameters
 from scaletrain_cli.engine.optim.muon import ORTHOGONALIZED, Muon
 from scaletrain_cli.engine.parallel.tensor import VocabularyParallelEmbedding
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.extras import install_command
+from scaletrain_cli.extras import require
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.trained_parameters import Settings, Stage
 from scaletrain_cli.plugins import load_reference
-from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 from scaletrain_cli.spec.training import OptimizerSpec
@@ -144,13 +141,13 @@ def build_optimizer(
 def _sgd(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
     momentum = settings.momentum if settings.name == "momentum" else 0.0
     decay = settings.weight_decay
-    return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, weight_decay=decay, **_if_fused(fused))
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, weight_decay=decay, fused=fused or None)
 
 
 # By ``training.optimizer.name``: parameter groups, settings, and whether to use torch's fused kernel.
 BUILDERS: dict[str, Callable[[Groups, OptimizerSpec, bool], torch.optim.Optimizer]] = {
-    "adamw": lambda groups, settings, fused: torch.optim.AdamW(groups, **_adam_settings(settings), **_if_fused(fused)),
-    "adam": lambda groups, settings, fused: torch.optim.Adam(groups, **_adam_settings(settings), **_if_fused(fused)),
+    "adamw": lambda groups, settings, fused: torch.optim.AdamW(groups, **_adam_settings(settings), fused=fused or None),
+    "adam": lambda groups, settings, fused: torch.optim.Adam(groups, **_adam_settings(settings), fused=fused or None),
     "sgd": _sgd,
     "momentum": _sgd,
     "adamw_8bit": lambda groups, settings, _: _bitsandbytes(settings.name).AdamW8bit(
@@ -167,14 +164,6 @@ def _adam_settings(settings: OptimizerSpec) -> dict[str, Any]:
     return {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
 
 
-def _if_fused(fused: bool) -> dict[str, Any]:
-    return {"fused": True} if fused else {}
-
-
 def _bitsandbytes(name: str) -> Any:
     """Return bitsandbytes' optimizers, which take flat parts of any length; torchao's 8-bit states mostly do not."""
-    try:
-        return importlib.import_module("bitsandbytes.optim")
-    except ImportError as error:
-        params = {"name": name, "error": str(error), "command": install_command("optimizers")}
-        raise UsageError(Reason("engine.bitsandbytes-missing", params)) from error
+    return require("bitsandbytes.optim", "optimizers", "engine.bitsandbytes-missing", name=name)
