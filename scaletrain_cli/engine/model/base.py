@@ -188,6 +188,12 @@ class ImageClassifier(VisionModel):
 
     classifier: nn.Module
 
+    def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
+        """Return Normal(0, initializer_range) for all with several dimensions; norms begin with 1, biases with 0."""
+        if len(shape) == 1:
+            return Initial(0.0 if name.endswith("bias") else 1.0)
+        return Initial(std=self.spec.initializer_range)
+
     def features(self, pixels: Tensor, samples: Tensor | None) -> Tensor:
         """Return the features of each image, [images, features]."""
         raise NotImplementedError

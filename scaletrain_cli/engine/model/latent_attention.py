@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(latent, heads * (self.plain + self.value), bias=False)
         self.o_proj = nn.Linear(heads * self.value, hidden, bias=False)
         self.core = attention_core(spec.attention_dropout, AttentionSettings(scale=spec.attention_scale))
-        self.share_key: Callable[[Tensor], Tensor] = _unchanged
+        self.share_key: Callable[[Tensor], Tensor] = lambda key: key
 
     def forward(self, x: Tensor, tables: tuple[Tables, Tables], context: TokenContext) -> Tensor:
         """``tables``: of layers with full attention, and of layers with a window, which latent attention has not."""
@@ -72,7 +72,3 @@ class LatentAttention(nn.Module):
         if self.interleaved:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return rotate(x.transpose(1, 2), tables).transpose(1, 2)
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x

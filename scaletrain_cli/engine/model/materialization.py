@@ -206,6 +206,21 @@ def stored_buffers(model: nn.Module) -> "Iterator[tuple[Tensor, Matrix]]":
                 yield buffer, Matrix(f"{prefix}.{name}" if prefix else name, shape, None, shape, 0)
 
 
+class ExactBuffers(nn.Module):
+    """A module whose buffers keep their dtype when a model is cast; they are moved only."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in exact.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            if moved.device != buffer.device and buffer.is_meta:  # which has no values
+                buffer = torch.empty_like(buffer, device=moved.device)
+            self._buffers[name] = buffer.to(moved.device)
+        return self
+
+
 def named_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the names and whole shapes of all that a file of weights has: parameters, then buffers."""
     buffers = {matrix.name: matrix.whole_shape for _, matrix in stored_buffers(model)}

@@ -3,13 +3,13 @@
 All decisions are made token by token, and losses per sequence, so that they are the same in every layout.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scaletrain_cli.engine.model.materialization import ExactBuffers
 from scaletrain_cli.spec import ModelSpec
 
 _SMALLEST_SUM = 1e-20  # of a token's sigmoid scores, which may all be 0
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     balanced: Tensor
 
 
-class Router(nn.Module):
+class Router(ExactBuffers):
     """Logits [..., experts] of tokens [..., hidden], in fp32, because rounding would change close choices.
 
     ``e_score_correction_bias``: added to the scores for the choice only (DeepSeek-V3, arXiv:2412.19437, equation 16).
@@ -83,15 +83,6 @@ class Router(nn.Module):
         among = torch.zeros_like(best, dtype=torch.bool)
         among = among.scatter(-1, best.topk(self.chosen_groups, dim=-1).indices, value=True)
         return grouped.masked_fill(~among.unsqueeze(-1), -torch.inf).flatten(-2)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move and cast the parameters; the bias is moved only."""
-        exact = self.e_score_correction_bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if exact is not None and self.e_score_correction_bias is not None:
-            moved = self.e_score_correction_bias
-            self.e_score_correction_bias = exact if moved.device == exact.device else exact.to(moved.device)
-        return self
 
 
 def token_weights(real: Tensor, tokens: Tensor, ranks: int) -> Tensor:

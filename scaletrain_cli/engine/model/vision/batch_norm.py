@@ -5,7 +5,7 @@ ranks join them (Chan, Golub and LeVeque 1983, equation 2.1), so that no differe
 have different numbers of values. Layers that are not synchronized get the same running statistics on all ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from scaletrain_cli.engine.eager import never_compiled
-from scaletrain_cli.engine.model.materialization import stored_buffers
+from scaletrain_cli.engine.model.materialization import ExactBuffers, stored_buffers
 from scaletrain_cli.engine.parallel.mesh import Axis
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
@@ -31,7 +31,7 @@ class Statistics(NamedTuple):
     variance: Tensor
 
 
-class BatchNorm2d(nn.Module):
+class BatchNorm2d(ExactBuffers):
     """Normalizes each channel of images [batch, channels, height, width], in fp32, and returns the dtype of its input.
 
     In training by the mean and the variance over images and pixels, of all ranks of ``axis``; in evaluation, and while
@@ -85,18 +85,6 @@ class BatchNorm2d(nn.Module):
         settings = _Settings(mean.float(), variance.float(), values, self.eps, self.axis)
         y: Tensor = _Normalized.apply(x, weight, bias, settings)  # type: ignore[no-untyped-call]
         return y, Statistics(settings.mean, unbiased.float())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move and cast the parameters; the running statistics are moved only."""
-        exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in exact.items():
-            moved = self._buffers[name]
-            assert moved is not None
-            if moved.device != buffer.device and buffer.is_meta:  # which has no values
-                buffer = torch.empty_like(buffer, device=moved.device)
-            self._buffers[name] = buffer.to(moved.device)
-        return self
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}, momentum={self.momentum}, ranks={self.axis.size}"

@@ -131,12 +131,8 @@ class ConvNextForImageClassification(ImageClassifier):
         return nn.ModuleDict(found)
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
-        """Return the distribution of the first values: Normal(0, initializer_range); norms 1, biases 0."""
-        if name.endswith(".layer_scale_parameter"):
-            return Initial(self.spec.layer_scale_init_value)
-        if len(shape) == 1:
-            return Initial(0.0 if name.endswith("bias") else 1.0)
-        return Initial(std=self.spec.initializer_range)
+        is_scale = name.endswith(".layer_scale_parameter")
+        return Initial(self.spec.layer_scale_init_value) if is_scale else super().initial(name, shape)
 
     def features(self, pixels: Tensor, samples: Tensor | None) -> Tensor:
         return self.convnext(pixels.contiguous(memory_format=torch.channels_last), samples)  # type: ignore[no-any-return]

@@ -186,12 +186,9 @@ class ViTForImageClassification(ImageClassifier):
         return self.vit.encoder.layer
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
-        """Return the distribution of the first values: Normal(0, initializer_range); norms 1, biases 0."""
         if name.startswith(_EMBEDDINGS) and not name.endswith("bias"):
             return Initial(std=self.spec.initializer_range)
-        if len(shape) == 1:
-            return Initial(0.0 if name.endswith("bias") else 1.0)
-        return Initial(std=self.spec.initializer_range)
+        return super().initial(name, shape)
 
     def never_decays(self, name: str) -> bool:
         return name in (POSITIONS, f"{_EMBEDDINGS}cls_token")
