@@ -130,21 +130,18 @@ class TraceEvents:
             if "correlation" in about:
                 self.launches[about["correlation"]] = start
         elif category in ("user_annotation", "cpu_op"):
-            self._add_range(event, name, category, start, end)
-
-    def _add_range(self, event: Mapping[str, Any], name: str, category: str, start: float, end: float) -> None:
-        if name.startswith(COLLECTIVE_OPERATORS):
-            self.collectives.append((start, end, _is_point_to_point(name)))
-        if name == STEP:
-            self.steps.append((start, end))
-            self.main_thread = event.get("tid")
-        elif name == END:
-            self.end = start
-        elif name == DATA:
-            self.data.append((start, end))
-        elif name == UPDATE or (name.startswith("Optimizer.step#") and category == "user_annotation"):
-            self.updates.append((start, end))
-        self.operators[event.get("tid")].append(Operator(start, end, name, category == "cpu_op"))
+            if name.startswith(COLLECTIVE_OPERATORS):
+                self.collectives.append((start, end, _is_point_to_point(name)))
+            if name == STEP:
+                self.steps.append((start, end))
+                self.main_thread = event.get("tid")
+            elif name == END:
+                self.end = start
+            elif name == DATA:
+                self.data.append((start, end))
+            elif name == UPDATE or (name.startswith("Optimizer.step#") and category == "user_annotation"):
+                self.updates.append((start, end))
+            self.operators[event.get("tid")].append(Operator(start, end, name, category == "cpu_op"))
 
 
 def _kind_of(name: str, about: Mapping[str, Any]) -> str:
@@ -236,6 +233,8 @@ def summarize(events: Iterable[Mapping[str, Any]], *, pipelined: bool = False) -
             left = subtracted(left, layers[cause])
     causes["host"], causes["idle"] = _without_work(found, left)
     count = len(found.steps)
+    # With the time of each in itself, over all threads.
+    operators = (each for thread in found.operators.values() for each in _nested(thread) if each[0].counts)
     communication = intersected(united([*layers["exposed_communication"], *layers["bubble"]]), whole)
     hidden = total(intersected(communication, united([*layers["compute"], *layers["optimizer"]])))
     return {
@@ -245,8 +244,8 @@ def summarize(events: Iterable[Mapping[str, Any]], *, pipelined: bool = False) -
         "causes": {cause: seconds / count / 1e6 for cause, seconds in causes.items()},
         "communication_seconds": total(communication) / count / 1e6,
         "overlap": hidden / total(communication) if communication else None,
-        "top_kernels": _top_kernels(found.kernels, whole[0], count),
-        "top_operators": _top_operators(found.operators, whole[0], count),
+        "top_kernels": _top(((each, each.end - each.start) for each in found.kernels), whole[0], count),
+        "top_operators": _top(operators, whole[0], count),
         "memory": _memory(found),
     }
 
@@ -329,32 +328,17 @@ def _closed(open_ones: list[list[Any]]) -> tuple[Operator, float]:
     return one, one.end - one.start - within
 
 
-def _top_kernels(kernels: Iterable[Kernel], whole: Interval, steps: int) -> list[dict[str, Any]]:
-    """Return the kernels that take most time, by name; the time of kernels at once is counted for each."""
+def _top(timed: Iterable[tuple[Kernel | Operator, float]], whole: Interval, steps: int) -> list[dict[str, Any]]:
+    """Return what takes most time by name, given the time of each kernel or operator; those at once all count."""
     times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    kinds: dict[str, str] = {}
-    for kernel in kernels:
-        if kernel.end > whole[0] and kernel.start < whole[1]:
-            times[kernel.name][0] += kernel.end - kernel.start
-            times[kernel.name][1] += 1
-            kinds[kernel.name] = kernel.kind
-    return [row | {"kind": kinds[row["name"]]} for row in _rows(times, steps)]
-
-
-def _top_operators(operators: Mapping[Any, Sequence[Operator]], whole: Interval, steps: int) -> list[dict[str, Any]]:
-    """Return the operators with the most time of the host in themselves, by name, over all threads."""
-    times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for thread in operators.values():
-        for one, own in _nested(thread):
-            if one.counts and one.end > whole[0] and one.start < whole[1]:
-                times[one.name][0] += own
-                times[one.name][1] += 1
-    return _rows(times, steps)
-
-
-def _rows(times: Mapping[str, Sequence[float]], steps: int) -> list[dict[str, Any]]:
+    kinds: dict[str, dict[str, str]] = {}
+    for one, seconds in timed:
+        if one.end > whole[0] and one.start < whole[1]:
+            times[one.name][0] += seconds
+            times[one.name][1] += 1
+            kinds[one.name] = {"kind": one.kind} if isinstance(one, Kernel) else {}
     return [
-        {"name": name[:200], "seconds": seconds / steps / 1e6, "count": count / steps}
+        {"name": name[:200], "seconds": seconds / steps / 1e6, "count": count / steps, **kinds[name]}
         for name, (seconds, count) in sorted(times.items(), key=lambda item: -item[1][0])[:_TOP]
     ]
 

@@ -81,6 +81,11 @@ def test_each_moment_of_a_gpu_counts_once(pipelined: bool) -> None:
     assert found["top_kernels"][0] == {"name": "gemm", "seconds": pytest.approx(40e-6), "count": 1.5, "kind": "compute"}
 
 
+def test_long_names_of_kernels_are_cut() -> None:
+    found = summarize([mark(STEP, 0, 100), *kernel("gemm" * 100, 10, 40, launched=5)])
+    assert found["top_kernels"][0]["name"] == "gemm" * 50
+
+
 def test_an_all_to_all_is_no_bubble_although_its_kernel_sends_and_receives() -> None:
     exchange = kernel("ncclDevKernel_SendRecv", 10, 40, launched=5, **{"Collective name": "all_to_allv"})
     found = summarize([mark(STEP, 0, 100), *exchange], pipelined=True)
