@@ -28,10 +28,10 @@ from scaletrain_cli.spec import parse_spec
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 spec, device = parse_spec(sys.argv[1], file="start.yaml", base_dir=Path()), torch.device("cpu")
-composed = compose(spec, make_plan(spec).layout, Mesh.alone(), device)
+composed = compose(spec, make_plan(spec).layout, Mesh(), device)
 tokens = torch.arange(8).view(1, 8)
 batch = MicroBatch(tokens, tokens, torch.arange(8), torch.zeros(1, dtype=torch.int64), torch.tensor(8.0))
-build_stepper(composed, Mesh.alone(), device, spec.training).train([batch])
+build_stepper(composed, Mesh(), device, spec.training).train([batch])
 print("loaded:", *sorted({"mlflow", "pandas", "torch._dynamo", "torch._inductor.graph"} & sys.modules.keys()))
 import mlflow
 """

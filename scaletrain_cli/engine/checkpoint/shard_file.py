@@ -310,11 +310,6 @@ class StateReader:
             return [self._own]
         return [file for file, _ in self._index.get(name, [])]
 
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Whole shape of every matrix in the checkpoint."""
-        return {name: torch.Size(slices[0][1].whole_shape) for name, slices in sorted(self._index.items())}
-
     def read(self, kind: str, part: Slice) -> Tensor:
         """Return the values of a slice, flat. Raises ScaletrainError if the files do not have all of it."""
         key, found, values = f"{kind}/{part.name}", 0, torch.zeros(part.numel)

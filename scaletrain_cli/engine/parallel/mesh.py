@@ -177,10 +177,6 @@ class Mesh:
 
     pipeline_ends: Axis = Axis()  # the first and the last stage, which share a tied embedding
 
-    @classmethod
-    def alone(cls) -> "Mesh":
-        return cls()
-
     def without_groups(self) -> "Mesh":
         """Return the same axes without process groups, which another process can get as a pickle."""
         axes = {each.name: getattr(self, each.name) for each in fields(self)}

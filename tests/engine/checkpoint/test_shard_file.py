@@ -85,7 +85,7 @@ def test_only_files_in_the_manifest_of_a_checkpoint_are_read(tmp_path: Path) -> 
     for rank in (0, 2, -1):
         reader = StateReader(tmp_path, rank, [whole] if rank == 2 else [], named)
         assert reader.read("weight", whole).tolist() == [0.0] * 4 + [1.0] * 4
-        assert list(reader.shapes) == ["a.weight"]
+        assert list(reader._index) == ["a.weight"]
 
 
 @pytest.mark.parametrize(

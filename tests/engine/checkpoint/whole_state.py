@@ -19,12 +19,13 @@ def whole_state(folder: Path) -> dict[str, Tensor]:
     checkpoint = read_checkpoint(folder)
     assert isinstance(checkpoint, Checkpoint), checkpoint
     reader = StateReader(folder, -1, (), checkpoint.files)
-    trained = [name for name in reader.shapes if any(reader.has(kind, name) for kind in reader.kinds - {WEIGHT})]
+    shapes = {name: torch.Size(slices[0][1].whole_shape) for name, slices in sorted(reader._index.items())}
+    trained = [name for name in shapes if any(reader.has(kind, name) for kind in reader.kinds - {WEIGHT})]
     counts = {f"counts/{name}": torch.tensor(list(reader.counts_of(name).values())) for name in trained}
     return counts | {
         f"{kind}/{name}": reader.read(kind, Slice(name, shape, None, 0, shape.numel()))
         for kind in reader.kinds
-        for name, shape in reader.shapes.items()
+        for name, shape in shapes.items()
         if reader.has(kind, name)  # frozen parameters have no moments
     }
 

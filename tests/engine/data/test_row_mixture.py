@@ -126,7 +126,7 @@ def test_a_batch_has_the_rows_of_its_sources_in_the_order_and_the_shares_of_the_
         train.append(rows)
     joined, layout = JoinedRows.of(train), make_plan(given).layout
     order = SampleOrder(42, tuple(map(len, train)), (Stage(0, (0.75, 0.25)),))
-    reader = BatchReader(joined, layout, Mesh.alone(), 42, mask_document_starts=False, order=order)
+    reader = BatchReader(joined, layout, Mesh(), 42, mask_document_starts=False, order=order)
     every = [row for rows in train for row in texts(rows)]
     counts, read = Counter[int](), Counter[tuple[int, ...]]()
     for number in range(1, 9):

@@ -160,9 +160,9 @@ def waits_of_a_step(precision: str, stage: int, others: tuple[str, ...]) -> list
     layout, device, waits = make_plan(spec).layout, torch.device("cpu"), Waits()
     act_as_a_gpu(waits)
     with Copies(waits):
-        composed = compose(spec, layout, Mesh.alone(), device)
+        composed = compose(spec, layout, Mesh(), device)
         # with each source's loss and the noise scale
-        drive = build_stepper(composed, Mesh.alone(), device, spec.training, sources=("code", "text"))
+        drive = build_stepper(composed, Mesh(), device, spec.training, sources=("code", "text"))
         drive.noise_scale, drive.measures_noise = NoiseScale.of(layout, composed.objective, device), True
         tokens, place = torch.arange(8).view(1, 8), torch.zeros(1, dtype=torch.int64)
         batch = MicroBatch(tokens, tokens, torch.arange(8), place, torch.tensor(8.0), sources=place)

@@ -98,7 +98,7 @@ def ours(spec: ModelSpec, adapter: AdapterSpec, folder: Path, seed: int = 0) -> 
     model, whole = outline(spec), outline(spec)
     assign_dropout_keys(model, seed)
     modules = modules_with_adapter(spec.model_copy(update={"adapter": adapter}))
-    attach_adapters(model, adapter, modules, Mesh.alone(), seed)
+    attach_adapters(model, adapter, modules, Mesh(), seed)
     layers = {module.name: module for module in modules}
     before = None if adapter.weights is None else PeftFolder(Path(adapter.weights), adapter, modules)
     base = HuggingFaceFolder(folder, whole)

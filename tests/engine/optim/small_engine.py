@@ -175,7 +175,7 @@ def load(small: Small, folder: Path, average: WeightAverage | None = None) -> No
 
 
 def _held(small: Small) -> ShardedState:
-    return ShardedState(small.engine, small.engine.module, Mesh.alone())
+    return ShardedState(small.engine, small.engine.module, Mesh())
 
 
 def _owned(states: ShardedState) -> list[Slice]:

@@ -13,7 +13,7 @@ def test_expert_and_tensor_ranks_share_every_expert_weight_once() -> None:
         shard_experts(model, mesh)
         return sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
 
-    whole = size(Mesh.alone())
+    whole = size(Mesh())
     assert size(Mesh(tensor=Axis(2, 1))) * 2 == whole
     assert size(Mesh(expert=Axis(4, 3))) * 4 == whole
 
