@@ -3,7 +3,7 @@
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +56,17 @@ def rows_in(path: Path, tally: Tally, at_once: int | None = None) -> Iterator[Ra
     own = Tally()
     try:
         if (kind := kind_of(path)) in _TABLES:
-            yield from _table(path, _TABLES[kind], at_once)
+            arrow = require("pyarrow", "parquet")
+            number = 0
+            try:
+                for batch in _TABLES[kind](path, at_once):
+                    for row in batch.to_pylist():
+                        number += 1
+                        content = {name: _without_nulls(value) for name, value in row.items()}
+                        yield RawRow(f"{path}, row {number}", content, path)
+            except (arrow.ArrowException, UnicodeDecodeError) as error:
+                reason = Reason("sources.table-damaged", {"error": " ".join(str(error).split())})
+                raise UsageError(Reason("data.row", {"where": str(path), "problem": reason})) from error
         else:
             compression = path.suffix.lower().lstrip(".")
             stored = local_file(path, kind, compression if compression in COMPRESSIONS else "")
@@ -135,22 +145,6 @@ def _json_problem(text: str) -> str:
     if re.search(r",\s*[\]}]+$", text) or text.endswith("},"):
         return "json-trailing-comma"
     return "json-invalid" if text.endswith(("}", "]")) else "json-cut"
-
-
-def _table(
-    path: Path, batches_of: Callable[[Path, int | None], Iterator[Any]], at_once: int | None
-) -> Iterator[RawRow]:
-    arrow = require("pyarrow", "parquet")
-    number = 0
-    try:
-        for batch in batches_of(path, at_once):
-            for row in batch.to_pylist():
-                number += 1
-                content = {name: _without_nulls(value) for name, value in row.items()}
-                yield RawRow(f"{path}, row {number}", content, path)
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        reason = Reason("sources.table-damaged", {"error": " ".join(str(error).split())})
-        raise UsageError(Reason("data.row", {"where": str(path), "problem": reason})) from error
 
 
 def _parquet_batches(path: Path, at_once: int | None) -> Iterator[Any]:

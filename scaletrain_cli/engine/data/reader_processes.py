@@ -256,7 +256,11 @@ class _Pickler(pickle.Pickler):
                 return _tensor, (None, value.dtype, tuple(value.shape))
             flat: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _tensor, (pickle.PickleBuffer(flat), value.dtype, tuple(value.shape))
-        if isinstance(value, np.memmap) and value.flags.c_contiguous and isinstance(_mapping(value), mmap.mmap):
+        if (
+            isinstance(value, np.memmap)
+            and value.flags.c_contiguous
+            and isinstance(getattr(value, "_mmap", None), mmap.mmap)
+        ):
             whole: Any = value
             while isinstance(whole.base, np.ndarray):  # a part of a mapped array has the offset of the whole
                 whole = whole.base
@@ -269,10 +273,6 @@ def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if content is None:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(content, dtype=dtype).view(shape)
-
-
-def _mapping(array: np.memmap[Any, Any]) -> Any:
-    return array._mmap  # type: ignore[attr-defined]
 
 
 def _mapped(path: str, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> Any:

@@ -236,7 +236,20 @@ def _run_task(
     if isinstance(task, LossTask):
         return _loss(task, evaluation, loaded)
     if isinstance(task, GenerationTask):
-        return _generation(task, evaluation, loaded)
+        tokenizer, generations = loaded.tokenizer(), list(evaluation.generations)
+        for number, prompt in enumerate(task.prompts):
+            tokens = generate(
+                loaded.model(),
+                tokenizer.encode(prompt).ids,
+                max_new_tokens=task.max_new_tokens,
+                temperature=task.temperature,
+                end_tokens=loaded.end_tokens(),
+                seq_len=loaded.spec.transformer.seq_len,
+                seed=loaded.spec.training.seed + number,
+                device=loaded.device,
+            )
+            generations.append({"task": task.name, "prompt": prompt, "text": tokenizer.decode(tokens)})
+        return replace(evaluation, generations=generations)
     loaded.release()
     output = own.path / "lm-eval" / task.name
     device, dtype = "cpu" if loaded.device.type == "cpu" else "cuda:0", _DTYPES[loaded.dtype]
@@ -260,20 +273,3 @@ def _loss(task: LossTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Eva
     perplexity = math.exp(min(found.mean, 700.0))  # a finite number
     metrics = {f"{task.name}/loss": found.mean, f"{task.name}/perplexity": perplexity}
     return replace(evaluation, metrics={**evaluation.metrics, **metrics})
-
-
-def _generation(task: GenerationTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Evaluation:
-    tokenizer, generations = loaded.tokenizer(), list(evaluation.generations)
-    for number, prompt in enumerate(task.prompts):
-        tokens = generate(
-            loaded.model(),
-            tokenizer.encode(prompt).ids,
-            max_new_tokens=task.max_new_tokens,
-            temperature=task.temperature,
-            end_tokens=loaded.end_tokens(),
-            seq_len=loaded.spec.transformer.seq_len,
-            seed=loaded.spec.training.seed + number,
-            device=loaded.device,
-        )
-        generations.append({"task": task.name, "prompt": prompt, "text": tokenizer.decode(tokens)})
-    return replace(evaluation, generations=generations)

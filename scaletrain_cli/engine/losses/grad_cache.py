@@ -59,7 +59,18 @@ def cached_backward(
     after = _random_state(device)
     for batch, state, cached in zip(batches, states, leaves, strict=True):
         _set_random_state(state, device)
-        backward(_product(forward(batch), cached))
+        # The scalar product of outputs and gradients, in fp32 or more. An output that the loss did not use is
+        # multiplied by 0, so that each backward pass reaches the same parameters: ZeRO counts their gradients.
+        total: Tensor | None = None
+        for output, leaf in zip(forward(batch), cached, strict=True):
+            if output is None or leaf is None or not output.requires_grad:
+                continue
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            product = (full_precision(output) * gradient).sum()
+            total = product if total is None else total + product
+        if total is None:
+            raise ValueError("no output of the forward pass has a gradient")
+        backward(total)
     _set_random_state(after, device)
     return value.detach()
 
@@ -79,24 +90,6 @@ def joined(outputs: Sequence[Outputs], views: int = 1) -> Outputs:
             parts = [tensor.unflatten(0, (views, -1)) for tensor in each if tensor is not None]
             found.append(torch.cat(parts, 1).flatten(0, 1))
     return _like(outputs[0], found)
-
-
-def _product(outputs: Outputs, cached: Outputs) -> Tensor:
-    """Return the scalar product of outputs and the gradients of the cached ones, in fp32 or more.
-
-    An output that the loss did not use is multiplied by 0, so that each backward pass reaches the same parameters:
-    ZeRO counts their gradients.
-    """
-    total: Tensor | None = None
-    for output, leaf in zip(outputs, cached, strict=True):
-        if output is None or leaf is None or not output.requires_grad:
-            continue
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        product = (full_precision(output) * gradient).sum()
-        total = product if total is None else total + product
-    if total is None:
-        raise ValueError("no output of the forward pass has a gradient")
-    return total
 
 
 def _like(outputs: Outputs, found: list[Tensor | None]) -> Outputs:

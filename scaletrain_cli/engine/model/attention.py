@@ -419,11 +419,7 @@ def _drop(x: Tensor, rows: Tensor, p: float, first: int = 0) -> Tensor:
 
 def _split(key: Tensor, index: Tensor) -> Tensor:
     """Return outputs number ``index`` of the generator that starts from ``key``, as keys; int64, wraps around."""
-    return _mix(key + (index + 1) * _GAMMA)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Return a bijection in which each input bit flips half of the output bits on average."""
+    x = key + (index + 1) * _GAMMA  # then a bijection in which each input bit flips half of the output bits on average
     x = (x ^ _shift(x, 30)) * _FIRST
     x = (x ^ _shift(x, 27)) * _SECOND
     return x ^ _shift(x, 31)
