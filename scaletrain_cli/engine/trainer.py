@@ -15,7 +15,7 @@ from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.context import RankContext
 from scaletrain_cli.engine.data.batches import BatchReader
-from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader, rounds_reader
+from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader
 from scaletrain_cli.engine.data.splits import Reader, RunData
 from scaletrain_cli.engine.faults import STATE_PARTS, Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
@@ -371,8 +371,7 @@ class Trainer:
                 ready = self._compute_reference(self.reference, step)
         settings = self.context.spec.data.loader
         readers = {**self.validation.readers, **self.validation.zero_shot_readers}
-        by_round = {name: rounds_reader(reader.without_groups()) for name, reader in readers.items()}
-        validation = {name: found for name, found in by_round.items() if found is not None}
+        validation = {name: each.without_groups() for name, each in readers.items() if hasattr(each, "rounds")}
         training = self.faults.reading(self.training.without_groups().batch)
         self.loader = Loader(
             BatchesAndRounds(training, validation) if validation else training,

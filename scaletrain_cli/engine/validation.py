@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.context import RankContext
-from scaletrain_cli.engine.data.loader import Loader, Round, rounds_reader
+from scaletrain_cli.engine.data.loader import Loader, Round
 from scaletrain_cli.engine.data.splits import Reader, sequences_validated
 from scaletrain_cli.engine.evaluation.inference import SampleAnswers
 from scaletrain_cli.engine.evaluation.measures import Figures
@@ -159,11 +159,11 @@ class Validation:
         Images are read and decoded ahead by the loader of the training batches, as many micro-batches as it reads for
         training; the last rounds are followed by the batches of the next steps.
         """
-        if (by_round := rounds_reader(reader)) is None:
+        if not hasattr(reader, "rounds"):
             yield from reader.in_order(count)
             return
         most, size = ahead.batches, self.context.layout.gradient_accumulation_steps
-        rounds = [Round(source, number, count) for number in range(1, by_round.rounds(count) + 1)]
+        rounds = [Round(source, number, count) for number in range(1, reader.rounds(count) + 1)]
         for place, request in enumerate(rounds, 1):
             later = rounds[place : place + most * size]
             then = ahead.following[: most - -(-len(later) // size)]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,29 +42,15 @@ class Round(NamedTuple):
     samples: int
 
 
-class RoundReader(Protocol):
-    """Reads any round of an evaluation by its number alone."""
-
-    def rounds(self, count: int) -> int:
-        """Return the rounds in which ``count`` samples are evaluated."""
-        ...
-
-    def round(self, number: int, count: int) -> Any:
-        """Return this rank's part of a round (1-based)."""
-        ...
-
-
-def rounds_reader(reader: object) -> RoundReader | None:
-    """Return a reader that reads rounds by their numbers; None for one that reads evaluations in order only."""
-    return cast(RoundReader, reader) if hasattr(reader, "round") else None
-
-
 @dataclass(frozen=True)
 class BatchesAndRounds:
-    """Reads batches of training by their numbers, and rounds of validation, so that one loader reads both."""
+    """Reads batches of training by their numbers, and rounds of validation, so that one loader reads both.
+
+    ``validation``: readers of images, which read any round of an evaluation by its number alone.
+    """
 
     training: Callable[[int], Any]
-    validation: Mapping[str, RoundReader]
+    validation: Mapping[str, Any]
 
     def __call__(self, request: int | Round) -> Any:
         if isinstance(request, Round):

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from scaletrain_cli.data.images.compatibility import caption_tokenizer_digest
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.stages import recorded_changes
 from scaletrain_cli.engine.data.batches import BatchReader, Pixels, padded_to
-from scaletrain_cli.engine.data.dataset import JoinedSequences, TextSequences
+from scaletrain_cli.engine.data.dataset import DatasetInfo, JoinedSequences, TextSequences
 from scaletrain_cli.engine.data.prepared import open_data_of
 from scaletrain_cli.engine.data.row_dataset import find_datasets
 from scaletrain_cli.engine.data.rows import JoinedRows, RowSamples, RowSequences
@@ -38,18 +38,10 @@ from scaletrain_cli.rundir.shared_datasets import (
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 
+if TYPE_CHECKING:
+    from scaletrain_cli.engine.data.images.opening import ImagesInfo  # which needs Pillow
+
 _HELD_BACK = "validation-held-back"
-
-
-class Info(Protocol):
-    """A description of a prepared source. ``fingerprint``: a hash of its content; ``seal``: one of its files, too."""
-
-    @property
-    def schema(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def seal(self) -> str: ...
 
 
 class Samples(Protocol):
@@ -89,14 +81,14 @@ class RunData:
     of ``evaluation.zero_shot``.
     """
 
-    infos: Mapping[str, Info]
+    infos: "Mapping[str, DatasetInfo | ImagesInfo]"
     train: Mapping[str, Samples]
     validation: Mapping[str, Samples]
     caption_tokenizer: str | None = None
     zero_shot: Path | None = None
 
     @property
-    def dataset(self) -> Info:
+    def dataset(self) -> "DatasetInfo | ImagesInfo":
         """The first source."""
         return next(iter(self.infos.values()))
 
@@ -203,7 +195,7 @@ def open_splits(
     ``held_back``: returns how many training samples are moved to the validation split, given the name of the source,
     None for the only one, and the sizes of both splits.
     """
-    opened: Mapping[str, tuple[Info, Samples, Samples]]
+    opened: Mapping[str, tuple[DatasetInfo | ImagesInfo, Samples, Samples]]
     if is_of_images(spec):
         from scaletrain_cli.engine.data.images.opening import open_sources  # which needs Pillow
 
