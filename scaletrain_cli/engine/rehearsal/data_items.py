@@ -186,7 +186,7 @@ def first_loss(trials: Trials) -> Item:
     of images may begin anywhere within a factor of 3.
     """
     spec, case = trials.case.spec, trials.case
-    expected = _expected(trials)
+    expected = case.uninformed_loss
     if not spec.is_from_scratch:
         return Item("first-loss", "skipped", Reason("rehearsal.loaded-weights"))
     if expected is None or expected <= 0:
@@ -212,17 +212,6 @@ def first_loss(trials: Trials) -> Item:
     return Item("first-loss", "passed", Reason("rehearsal.first-loss-usual", params), figures)
 
 
-def _expected(trials: Trials) -> float | None:
-    spec, case = trials.case.spec, trials.case
-    if isinstance(spec.model, ModelSpec):
-        return case.uninformed_loss
-    if spec.training.objective not in ("classification", "contrastive"):
-        return None
-    if spec.training.loss.of(spec.training.objective) == "sigmoid":
-        return None  # its bias begins where most pairs are no match
-    return case.uninformed_loss
-
-
 def causality(trials: Trials) -> Item:
     """Change a token, and compare the hidden states of tokens that must not see it, on every rank.
 
@@ -246,7 +235,7 @@ def causality(trials: Trials) -> Item:
         place = max(0, min(int((row == row[0]).sum()) for row in documents) // 2)
     if mesh.parts.rank == mesh.parts.size - 1:
         changed[:, place] = (changed[:, place] + 1) % trials.case.spec.model.vocab_size
-    before, after = trials.outputs(batch), trials.outputs(batch._replace(tokens=changed))
+    (before,), (after,) = (trainer.stepper.outputs_of(each) for each in (batch, batch._replace(tokens=changed)))
     moved = (after.float() - before.float()).abs().amax(-1)
     scale = before.float().pow(2).mean().sqrt().clamp_min(1e-12)
     last = SequencePart(part.context, part.context - 1, part.sequence, part.sequence - 1)

@@ -115,16 +115,6 @@ class Trials:
         self.trainer.context.heartbeat.beat(0, "step", self.trainer.context.heartbeat.first_step_seconds)
         return self.consensus.on_values({"loss": float(self.trainer.stepper.validation_loss(batches))})["loss"]
 
-    @torch.no_grad()
-    def outputs(self, batch: Any) -> Any:
-        """Return what the model passes to the objective, in evaluation: hidden states of a language model."""
-        engine, objective = self.trainer.composed.engine, self.trainer.composed.objective
-        engine.eval()
-        try:
-            return engine(*objective.prepared(batch).inputs, output=lambda model, outputs: outputs)
-        finally:
-            engine.train()
-
     def largest(self, value: float) -> float:
         return -self.consensus.least(-value)
 
