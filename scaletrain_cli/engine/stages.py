@@ -36,17 +36,15 @@ class StageSwitch:
     swap_folder: Path
     stage: Stage | None
 
-    def enter(self, step: int, rate: float) -> bool:
-        """Prepare to train a step (1-based) with this scheduled learning rate; return True if the engine is new."""
-        changed = self.is_due(step)
-        if changed:
+    def enter(self, step: int, rate: float) -> None:
+        """Prepare to train a step (1-based) with this scheduled learning rate."""
+        if self.is_due(step):
             held = self.checkpointer.state_in_memory()
             generators = random_state(self.context.device)
             self._build(step)
             self.checkpointer.restore_from_memory(held)
             restore_random_state(generators, self.context.device)
         set_rates(self.composed.optimizer, step, rate)
-        return changed
 
     def is_due(self, step: int) -> bool:
         """Return True if this step is trained by another engine than the present one."""

@@ -47,7 +47,6 @@ from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.trained_parameters import base_names
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir import checkpoints
 from scaletrain_cli.rundir.checkpoints import (
     STATE_FILE,
     Checkpoint,
@@ -380,7 +379,7 @@ class Checkpointer:
 
     def _mark(self, steps: set[int]) -> None:
         """Mark checkpoints in rank 0's thread, unless retention has deleted them."""
-        for checkpoint in checkpoints.list_checkpoints(self.folder):
+        for checkpoint in list_checkpoints(self.folder):
             if checkpoint.step in steps and not checkpoint.clean:
                 checkpoint_commit.mark_clean(checkpoint, self._attempt)
 
@@ -391,7 +390,7 @@ class Checkpointer:
 
     def delete_newer(self, step: int) -> None:
         """Delete checkpoints that are newer than ``step``. Call it on rank 0 only."""
-        for checkpoint in checkpoints.list_checkpoints(self.folder):
+        for checkpoint in list_checkpoints(self.folder):
             if checkpoint.step > step:
                 checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
 

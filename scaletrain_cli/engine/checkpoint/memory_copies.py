@@ -153,9 +153,7 @@ class MemoryCopies:
         lacking = [part for part in needed if self._groups > 1 or _shared(own, part) < part.numel]
         parts = self._consensus.gather(sorted({part.name for part in lacking}))
         names = self._consensus.follow_rank_zero({name for part in parts or () for name in part})
-        saved = self._consensus.gather({name: part for name, part in own.items() if name in names})
-        everyone = self._consensus.follow_rank_zero(saved)
-        assert everyone is not None
+        everyone = self._consensus.gather_everywhere({name: part for name, part in own.items() if name in names})
         others = (rank for rank in range(self._ranks.world_size) if rank != self._ranks.rank)
         return tuple(rank for rank in others if any(_shared(everyone[rank], part) for part in lacking))
 
@@ -249,8 +247,7 @@ def open_memory_copies(context: RankContext, resume_point: ResumePoint, delay_se
     if planned.memory_copy_steps is None:
         return None
     folder = copies_folder(context.run)
-    places = consensus.follow_rank_zero(consensus.gather(place_of(folder)))
-    assert places is not None
+    places = consensus.gather_everywhere(place_of(folder))
     on_partners, bytes_per_node = planned.memory_copies_on_partners, planned.memory_copy_bytes_per_node
     transfers = transfers_to_partners(places) if on_partners else []
     alone = without_partners(bytes_per_node) if on_partners else bytes_per_node
