@@ -66,15 +66,6 @@ class SourceSize:
         return max(0, self.tokens - 1) // seq_len
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """Documents of some files: their ``tokens``, bytes of text, and the stored bytes that hold them."""
-
-    tokens: float
-    text_bytes: float
-    stored_bytes: float
-
-
 def source_sizes(
     data: DataSpec, runs_root: Path, folder: Path = Path(), files: Mapping[str, Sequence[SourceFile]] | None = None
 ) -> dict[str, SourceSize]:
@@ -163,17 +154,20 @@ def _estimated_size(
         sample = _sample(group[:: math.ceil(len(group) / most)], Columns(section.field), tokenizer)
         if sample is None:
             return None
-        times = sum(file.size for file in group) / sample.stored_bytes
-        tokens += times * sample.tokens
-        text += times * sample.text_bytes
+        tokens_read, text_read, stored = sample
+        times = sum(file.size for file in group) / stored
+        tokens += times * tokens_read
+        text += times * text_read
     size = sum(file.size for file in files)
     if not files:
         return None
     return SourceSize(section.name, round(tokens * (1 - validation_share)), False, len(files), size, round(text))
 
 
-def _sample(files: Sequence[SourceFile], columns: Columns, tokenizer: "_Tokenizer") -> _Sample | None:
-    """Return the totals of the beginnings of files of one format; None if nothing is known of them."""
+def _sample(
+    files: Sequence[SourceFile], columns: Columns, tokenizer: "_Tokenizer"
+) -> tuple[float, float, float] | None:
+    """Return tokens, bytes of text and stored bytes of the beginnings of files of one format; None if not known."""
     tokens = text = stored = 0.0
     for file in files:
         beginning = read_beginning(file, columns)
@@ -184,7 +178,7 @@ def _sample(files: Sequence[SourceFile], columns: Columns, tokenizer: "_Tokenize
         tokens += ids or tokenizer.count(documents)
         text += sum(len(each.encode()) for each in documents)
         stored += used
-    return _Sample(tokens, text, stored) if stored else None
+    return (tokens, text, stored) if stored else None
 
 
 def _stored_bytes(file: SourceFile, beginning: Beginning) -> float | None:

@@ -49,30 +49,23 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     data = opened_data(spec, layout, run, datasets)
     skipped = [] if run is None else [rollback.skip for rollback in read_rollbacks(run)]
     number = batch_number(step, merged_skip_ranges([*spec.data.skip, *skipped]))
-    if is_of_images(spec):
-        chosen = list(_places(layout, rank, micro_batch))
-        shown = _shown_images(spec, layout, run, data, number, chosen[:count], arguments[7])
-        return {**_head(spec, layout, step, number, rank, len(chosen)), "seq_len": None, "images": True, **shown}
-    samples = _Samples(spec, layout, run, data, load_tokenizer(str(next(iter(datasets.values())) / "tokenizer.json")))
     chosen = list(_places(layout, rank, micro_batch))
-    return {
-        **_head(spec, layout, step, number, rank, len(chosen)),
-        "seq_len": spec.language_model.seq_len,
-        "samples": [samples.shown(number, place, rank) for place in chosen[:count]],
-    }
-
-
-def _head(spec: RunSpec, layout: Layout, step: int, number: int, rank: int | None, samples: int) -> dict[str, Any]:
-    return {
+    of_layout = ("data_parallel", "micro_batch_size", "gradient_accumulation_steps")
+    head = {
         "step": step,
         "batch": number,
-        "layout": {
-            "data_parallel": layout.data_parallel,
-            "micro_batch_size": layout.micro_batch_size,
-            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        },
+        "layout": {name: getattr(layout, name) for name in of_layout},
         "rank": rank,
-        "samples_in_all": samples,
+        "samples_in_all": len(chosen),
+    }
+    if is_of_images(spec):
+        shown = _shown_images(spec, layout, run, data, number, chosen[:count], arguments[7])
+        return {**head, "seq_len": None, "images": True, **shown}
+    samples = _Samples(spec, layout, run, data, load_tokenizer(str(next(iter(datasets.values())) / "tokenizer.json")))
+    return {
+        **head,
+        "seq_len": spec.language_model.seq_len,
+        "samples": [samples.shown(number, place, rank) for place in chosen[:count]],
     }
 
 
