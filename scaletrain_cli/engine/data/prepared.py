@@ -99,11 +99,10 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     Raises ScaletrainError and OSError.
     """
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
-    if spec.training.objective == "causal_lm":
-        return prepare_text(spec, Path(arguments[1]), int(arguments[2]) if len(arguments) > 2 else 0)
-    if is_of_images(spec):
-        return prepare_images(spec, Path(arguments[1]), int(arguments[2]) if len(arguments) > 2 else 0)
     runs_root, started = Path(arguments[1]), time.monotonic()
+    if spec.training.objective == "causal_lm" or is_of_images(spec):
+        prepare = prepare_images if is_of_images(spec) else prepare_text
+        return prepare(spec, runs_root, int(arguments[2]) if len(arguments) > 2 else 0)
     sources = [_prepared(name, alone, runs_root) for name, alone in spec.of_sources().items()]
     print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
     if len(sources) == 1:

@@ -63,9 +63,9 @@ def longest(positions: Tensor) -> Tensor:
 class CausalLM(TrainedModel):
     """A decoder-only transformer with Hugging Face parameter names.
 
-    tokens, labels: [batch, length] int64; label -100 is ignored. context: the places of these tokens.
-    ``sequence_ranks``: over how many ranks each sequence is sharded. ``longest``: returns the highest position plus 1
-    of each row in all its parts, given the positions of a rank.
+    tokens, labels: [batch, length] int64; label -100 is ignored. context: the places of these tokens. ``blocks``: by
+    their number in the whole model. ``sequence_ranks``: over how many ranks each sequence is sharded. ``longest``:
+    returns the highest position plus 1 of each row in all its parts, given the positions of a rank.
     """
 
     spec: ModelSpec
@@ -100,11 +100,6 @@ class CausalLM(TrainedModel):
     @property
     def language(self) -> CausalLM:
         return self
-
-    @property
-    @abstractmethod
-    def blocks(self) -> nn.ModuleDict:
-        """The blocks, by their number in the whole model."""
 
     @property
     def token_embedding(self) -> nn.Module:
