@@ -32,7 +32,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
     # Most of what a verb loads stays to its end, so looking for garbage in it takes time and finds none: a seventh of
     # the time of `plan`, two thirds of it in one last look before the memory goes with the process.
-    gc.set_threshold(100_000)
+    gc.set_threshold(500_000)
     atexit.register(gc.freeze)
     _open_streams()
     try:

@@ -71,7 +71,6 @@ _KEY_BLOCK = re.compile(
 
 _TOKEN = rf"{_BEFORE}(?:{'|'.join(TOKEN_FORMS.values())})"
 SECRET_FORM = re.compile("|".join((_TOKEN, *_OTHER_FORMS.values())), re.ASCII)
-_TOKEN_IN_FILE = re.compile(_TOKEN.encode())
 # Of documentation and tests. The last three: the key of Azure's emulator, and the examples of jwt.io and RFC 7515.
 _PLACEHOLDER = re.compile(
     rb"(?i)example|x{4}|your|dummy|fake|placeholder|1234567|abcdefg|\*{4}|Eby8vdM02x|SflKxwRJSM|dozjgNryP4"
@@ -103,7 +102,7 @@ def token_in_file(content: bytes, *, placeholders: bool) -> str | None:
     text = content.replace(b"\0", b"")  # of UTF-16
     if _KEY_BLOCK.search(text):
         return "a private key"
-    for matched in _TOKEN_IN_FILE.finditer(text):
+    for matched in re.finditer(_TOKEN.encode(), text):  # compiled at its first use: it takes 2 ms
         counts = Counter(matched[0]).values()
         bits = -sum(count / sum(counts) * math.log2(count / sum(counts)) for count in counts)
         is_random = bits >= _LEAST_BITS and _RANDOM_PART.search(matched[0])

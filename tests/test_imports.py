@@ -292,7 +292,7 @@ def write_module(project: Path, file: str, source: str) -> None:
     [
         (["--help"], 25),
         pytest.param(["schema"], 70, marks=pytest.mark.long),
-        (["list"], 85),
+        (["list"], 80),
         (["status"], 133),
         pytest.param(["doctor"], 235, marks=pytest.mark.long),
         pytest.param(["init", "-o", "-"], 149, marks=pytest.mark.long),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shlex
 import time
 from collections.abc import Sequence
@@ -83,7 +82,7 @@ def _on_cluster(words: Sequence[str]) -> int | None:
     if line.verb == ("list",):
         return _run(cluster.login_node, ["list", *map(shlex.quote, line.without_option(("--cluster",)))])
     if line.verb == ("status",):
-        return _with_bundle(cluster, line, f"status-{secrets.token_hex(4)}")
+        return _with_bundle(cluster, line, f"status-{os.urandom(4).hex()}")
     return _with_spec(cluster, line)
 
 
@@ -309,7 +308,7 @@ def _report(node: LoginNode, line: CommandLine, newest: Sequence[str]) -> int:
 
     output = _output(line)
     assert output is not None
-    page = f'"${{TMPDIR:-/tmp}}"/scaletrain-report-{secrets.token_hex(8)}.html'
+    page = f'"${{TMPDIR:-/tmp}}"/scaletrain-report-{os.urandom(8).hex()}.html'
     sweep = line.params.get("sweep")
     named = ["--sweep", shlex.quote(sweep)] if sweep else [*map(shlex.quote, line.params["runs"] or ()), *newest]
     code = run_interactively(node, script_of(node, ["report", *named, "-o", page, *line.json_words]))

@@ -19,7 +19,6 @@ import typer
 from scaletrain_cli.errors import DeclinedError, ExitCode, SpecError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import bytes_text
-from scaletrain_cli.ui.console import say
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.hub_fetch import FetchProgress
@@ -169,6 +168,7 @@ def run_to_change(run: str | None, yes: bool) -> str:
     if run is not None:
         return run
     from scaletrain_cli.rundir.paths import find_run_or_newest
+    from scaletrain_cli.ui.console import say
 
     newest = find_run_or_newest(None)
     if not yes and not _can_ask():

@@ -295,9 +295,8 @@ def code_hash() -> str:
     """Return the SHA-256 over the names and contents of the Python files of this package."""
     package = Path(scaletrain_cli.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for path in sorted(package.rglob("*.py"), key=str):  # text: paths take half as long again to compare
+        digest.update(f"{path.relative_to(package)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 

@@ -50,7 +50,7 @@ from scaletrain_cli.safe_files import (
 )
 from scaletrain_cli.sent_run import sent_run
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.section import RECORDED
+from scaletrain_cli.spec.section import RECORDED, without_pydantic_plugins
 from scaletrain_cli.spec.source import SET_OPTION
 
 if TYPE_CHECKING:
@@ -332,7 +332,8 @@ def _plan_reader() -> TypeAdapter[RunPlan]:
     """Return the cached reader: it takes 18 ms to build, and `scaletrain list` reads hundreds of records."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(RunPlan)
+    with without_pydantic_plugins():
+        return TypeAdapter(RunPlan)
 
 
 def _read_record(run: RunDir, revision: int) -> RunRecord:

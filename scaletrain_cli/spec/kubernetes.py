@@ -240,7 +240,7 @@ class KubernetesSpec(BackendSection):
     gpu_product: LabelValue | None = Field(default=None, description="node label nvidia.com/gpu.product")
     node_selector: dict[LabelKey, LabelValue] = {}
     tolerations: tuple[TolerationSpec, ...] = ()
-    preparation: KubernetesPreparationSpec = KubernetesPreparationSpec()
+    preparation: KubernetesPreparationSpec = LEFT_OUT
     spot_taint: Literal["auto", "gke", "eks", "karpenter", "aks", "none"] = Field(
         default="auto", description="provider whose taint of spot nodes is tolerated with spot: true; auto: all"
     )

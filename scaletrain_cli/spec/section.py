@@ -5,6 +5,7 @@ Modules of the spec do without ``from __future__ import annotations``: pydantic 
 
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -77,6 +78,19 @@ LEFT_OUT: Any = Field(default={}, validate_default=True)
 _PLUGINS_OFF = "PYDANTIC_DISABLE_PLUGINS"
 
 
+@contextmanager
+def without_pydantic_plugins() -> Iterator[None]:
+    """Return a context in which a validator is built without the metadata of every installed package being read."""
+    before = os.environ.get(_PLUGINS_OFF)
+    os.environ[_PLUGINS_OFF] = "__all__"
+    try:
+        yield
+    finally:
+        del os.environ[_PLUGINS_OFF]
+        if before is not None:
+            os.environ[_PLUGINS_OFF] = before
+
+
 class Section(BaseModel):
     """A frozen section of the spec that rejects unknown keys."""
 
@@ -95,15 +109,8 @@ class Section(BaseModel):
 
     @classmethod
     def model_rebuild(cls, **options: Any) -> bool | None:
-        """Build the validator without pydantic's plugins, which would read the metadata of every installed package."""
-        before = os.environ.get(_PLUGINS_OFF)
-        os.environ[_PLUGINS_OFF] = "__all__"
-        try:
+        with without_pydantic_plugins():
             return super().model_rebuild(**options)
-        finally:
-            del os.environ[_PLUGINS_OFF]
-            if before is not None:
-                os.environ[_PLUGINS_OFF] = before
 
 
 class UnknownPlugin(BaseModel):
@@ -137,7 +144,8 @@ def _checked_plugins(value: dict[str, Any], info: ValidationInfo) -> dict[str, A
             errors.append(InitErrorDetails(type="extra_forbidden", loc=(name,), input=given))
         else:
             try:
-                found[name] = model.model_validate({} if given is None else given)
+                with without_pydantic_plugins():  # its validator is built now
+                    found[name] = model.model_validate({} if given is None else given)
             except ValidationError as error:
                 errors += [nested_error(name, detail) for detail in error.errors(include_url=False)]
     if errors:

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.quantities import Bytes, Matching, PositiveSeconds
-from scaletrain_cli.spec.section import BackendSection, Section
+from scaletrain_cli.spec.section import LEFT_OUT, BackendSection, Section
 from scaletrain_cli.spec.shared_paths import is_shared
 from scaletrain_cli.text import seconds_text
 
@@ -210,7 +210,7 @@ class SlurmSpec(BackendSection):
         default=[], description="of that script, as [myenv] for the one of conda"
     )
     container: ContainerSpec | None = None
-    preparation: SlurmPreparationSpec = SlurmPreparationSpec()
+    preparation: SlurmPreparationSpec = LEFT_OUT
     extra: dict[SlurmOption, SlurmValue] = {}
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:

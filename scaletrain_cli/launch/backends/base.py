@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from scaletrain_cli.errors import MissingPackageError, Problem, SchedulerError, UsageError, sentences
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.job import Job
 from scaletrain_cli.own_processes import python_words
@@ -26,6 +25,7 @@ from scaletrain_cli.spec.backend_traits import BackendTraits, backend_traits
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import AttemptRecord
+    from scaletrain_cli.launch.backends.cluster_view import ClusterView
     from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.run_status import RunStatus
     from scaletrain_cli.plan.data_size import DataSize
@@ -507,6 +507,8 @@ class Backend(ABC):
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
         """Return the nodes, quotas and queue. Raises SchedulerError if the scheduler does not answer."""
+        from scaletrain_cli.launch.backends.cluster_view import ClusterView
+
         name = self.traits.display_name
         note = Reason("launch.cluster-not-reported", {"scheduler": name})
         return ClusterView(scheduler=self.name, cluster=name, has_other_users=False, warnings=(note,))

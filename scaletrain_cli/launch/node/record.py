@@ -3,12 +3,14 @@
 import dataclasses
 import signal
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from scaletrain_cli.launch.node.processes import ProcessIdentity
 from scaletrain_cli.rundir.documents import documents_in, read_as, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, touch
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.node.processes import ProcessIdentity
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,10 @@ class NodeRecord:
         return self.node.removeprefix(f"node-{self.node_rank:04d}-")
 
     @property
-    def agent(self) -> ProcessIdentity:
+    def agent(self) -> "ProcessIdentity":
         """The agent's process; valid only on the host of this record."""
+        from scaletrain_cli.launch.node.processes import ProcessIdentity
+
         return ProcessIdentity(self.agent_pid, self.agent_start_ticks)
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.backends.base import Backend, Check, JobNode, NodeCommand, PreflightResult, ViewWaitsError
-from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect, default_namespace, is_configured
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import BACKENDS, TRAIN_JOB, Object, kind_of
 from scaletrain_cli.launch.backends.kubernetes.capacity import exclusion_for
@@ -84,6 +83,7 @@ from scaletrain_cli.safe_files import touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 if TYPE_CHECKING:
+    from scaletrain_cli.launch.backends.cluster_view import ClusterView
     from scaletrain_cli.launch.finding import Finding
     from scaletrain_cli.launch.run_status import RunStatus
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, ClassVar
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, signaled_nodes
 from scaletrain_cli.launch.backends.base import Backend, Check, JobNode, NodeCommand, PreflightResult, session_words
-from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.backends.slurm.array import (
     ArrayPlan,
     array_script,
@@ -72,6 +71,7 @@ from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 if TYPE_CHECKING:
+    from scaletrain_cli.launch.backends.cluster_view import ClusterView
     from scaletrain_cli.launch.node.inspection import NodeFacts
     from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.run_status import RunStatus
@@ -274,7 +274,7 @@ class SlurmBackend(Backend):
             return None
 
     def _site(self, spec: RunSpec) -> Site:
-        key = f"{spec.cluster.model_dump_json()} {sorted(spec.secret_env)}"
+        key = f"{spec.cluster!r} {sorted(spec.secret_env)}"
         if key not in self._sites:
             self._sites[key] = query_site(spec.cluster, spec.secret_env)
         return self._sites[key]
