@@ -8,39 +8,29 @@ prints, asks, writes and returns is what it prints, asks, writes and returns the
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scaletrain_cli import __version__
 from scaletrain_cli.cli.app import CommandLine, parsed
-from scaletrain_cli.cli.options import seconds_of
+from scaletrain_cli.cli.options import require_replaceable, seconds_of
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import can_be_replaced, replace_file
+from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.sent_run import sent
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.code import Snapshot
-    from scaletrain_cli.launch.login_node.sent_runs import SentRun
     from scaletrain_cli.launch.run_status import RunStatus
-    from scaletrain_cli.launch.view_elsewhere import LinesOnce, ViewEnd
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
-    from scaletrain_cli.spec.clusters_file import Cluster, LoginNode
 
 _WITH_SPEC = ("submit", "rehearse", "validate", "preflight")
 _OF_RUNS = (
     *("status", "watch", "diagnose", "profile", "report", "explain", "logs", "events", "notify", "checkpoint"),
     *("evaluation", "cancel", "rm", "resume", "recover", "exec", "shell", "port-forward", "data", "plan"),
 )
-# After these, nothing is queued there under the id of a new submission; after the last one, that is to be seen.
-_NOT_SUBMITTED, _INTERRUPTED = (ExitCode.USAGE, ExitCode.INFEASIBLE), 130
 
 
 def run_on_login_node(words: Sequence[str]) -> int | None:
@@ -61,280 +51,20 @@ def run_on_login_node(words: Sequence[str]) -> int | None:
     verb = next((word for word in words if not word.startswith("-")), "")
     names_cluster = any(word == "--cluster" or word.startswith("--cluster=") for word in own)
     if verb in _WITH_SPEC or (names_cluster and verb in ("list", "status")):
-        return _on_cluster(words)
-    return _about_run(words) if verb in _OF_RUNS else None
+        from scaletrain_cli.spec.clusters_file import clusters_file
 
+        if clusters_file().exists():
+            from scaletrain_cli.cli.login_node import on_cluster
 
-def _on_cluster(words: Sequence[str]) -> int | None:
-    from scaletrain_cli.spec.clusters_file import choose_cluster, clusters_file
+            return on_cluster(words)
+    elif verb in _OF_RUNS:
+        from scaletrain_cli.launch.login_node.sent_runs import sent_runs
 
-    if not clusters_file().exists():
-        return None
-    line = parsed(words)
-    name = line.params.get("cluster")
-    if line.verb == ("status",):
-        name = line.params.get("run") if name else None
-        if name is None:
-            return _about_run(words)
-    cluster = choose_cluster(name if isinstance(name, str) else None)
-    if cluster is None or cluster.login_node is None:
-        return None
-    if line.verb == ("list",):
-        return _run(cluster.login_node, ["list", *map(shlex.quote, line.without_option(("--cluster",)))])
-    if line.verb == ("status",):
-        return _with_bundle(cluster, line, f"status-{os.urandom(4).hex()}")
-    return _with_spec(cluster, line)
+        if sent_runs() or any(word.partition("=")[0] == "--from-mirror" for word in words):
+            from scaletrain_cli.cli.login_node import about_run
 
-
-def _with_spec(cluster: Cluster, line: CommandLine) -> int | None:
-    """Send a verb with its spec; None if the spec names another scheduler than the default cluster has."""
-    from scaletrain_cli.launch.code import take_snapshot
-    from scaletrain_cli.launch.login_node.sent_runs import SentRun
-    from scaletrain_cli.launch.submit import new_run_id, require_run_id
-    from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.spec.loading import spec_text
-
-    file = line.params.get("spec")
-    if file is None:
-        return None  # its own parser reports that
-    if line.params.get("plot") is not None:
-        raise UsageError(Reason("login_node.no-plot"))
-    overrides = line.params.get("overrides") or ()
-    spec = load_spec(file, overrides, cluster=cluster.name if cluster.above else None)
-    if spec.cluster.scheduler != cluster.entries.get("scheduler", spec.cluster.scheduler):
-        return None
-    text, snapshot = spec_text(file), take_snapshot(spec)
-    submits = line.verb == ("submit",)
-    name = (line.params.get("run_id") if submits else None) or new_run_id(spec.name, time.time())
-    require_run_id(name)
-    submitted = submits and not line.params.get("dry_run") and line.params.get("output") is None
-    sweep = bool(line.params.get("sweep"))
-    code = None  # the section ``code`` with the absolute path of the folder on this machine
-    if spec.code.path is not None:
-        code = spec.code.model_dump(mode="json") | {"path": str(Path(spec.code.path).expanduser().absolute())}
-    entry = SentRun(name, cluster.name, time.time(), code, tuple(spec.secret_env), sweep)
-    options = ["--run-id", shlex.quote(name)] if submits and line.params.get("run_id") is None else []
-    given: dict[str, Any] = {"secret_names": spec.secret_env, "snapshot": snapshot, "options": options}
-    return _with_bundle(cluster, line, name, spec=(file, text), entry=entry if submitted else None, **given)
-
-
-def _with_bundle(
-    cluster: Cluster,
-    line: CommandLine,
-    name: str,
-    *,
-    spec: tuple[Path, bytes] | None = None,
-    secret_names: Sequence[str] = (),
-    snapshot: Snapshot | None = None,
-    options: Sequence[str] = (),
-    entry: SentRun | None = None,
-) -> int:
-    """Send files to the login node, then run the verb with them.
-
-    ``spec``: the file on the line, and its text. ``entry``: the run, if the verb may submit it.
-    """
-    from scaletrain_cli.launch.login_node.sent_runs import forget, remember, sent_runs
-    from scaletrain_cli.launch.login_node.ssh import make_bundle, output_of, run_interactively, script_of, send
-    from scaletrain_cli.ui.console import say, warn
-
-    for note in () if snapshot is None else snapshot.notes:
-        warn(sentences(note))
-    node = cluster.login_node
-    assert node is not None
-    overrides = line.params.get("overrides") or ()
-    values = {key: os.environ[key] for key in secret_names if key in os.environ}
-    bundle = make_bundle(name, cluster, spec=spec, overrides=overrides, snapshot=snapshot, values=values)
-    words = line.quoted
-    if spec is not None:
-        words = line.with_word(str(spec[0]), f"{bundle.folder}/{shlex.quote(bundle.spec)}")
-    added = [*options, *(["--set", f"code.path={bundle.code_folder}"] if snapshot is not None else ())]
-    words[len(line.verb) : len(line.verb)] = added  # before a --
-    send(node, bundle)
-    new = None if any(run.run_id == name for run in sent_runs()) else entry
-    try:
-        if new is not None:
-            remember(new)  # before the request, whose answer may be lost
-            say(f"sent to {node.ssh} as {name}")
-        code = run_interactively(node, script_of(node, words, bundle))
-    except BaseException:  # also Ctrl-C: the secrets must not stay there
-        with contextlib.suppress(SchedulerError):
-            output_of(node, f"rm -rf {bundle.folder}")
-        raise
-    if new is not None and (code in _NOT_SUBMITTED or (code == _INTERRUPTED and _is_unknown(node, new))):
-        forget(new)
-    return code
-
-
-def _is_unknown(node: LoginNode, run: SentRun) -> bool:
-    """Return whether the login node answers that it has no such run."""
-    from scaletrain_cli.launch.login_node.ssh import output_of, script_of
-
-    asked = script_of(node, ["list", "--limit", "0", "--json"])
-    try:
-        runs = json.loads(output_of(node, asked))["runs"]
-    except (SchedulerError, ValueError, KeyError):
-        return False
-    return not any(str(one["run_id"]).startswith(run.run_id) for one in runs)
-
-
-def _about_run(words: Sequence[str]) -> int | None:
-    """Run a verb where its run is; None for a run of this machine or one that is not known."""
-    from scaletrain_cli.launch.login_node.sent_runs import forget, sent_runs
-    from scaletrain_cli.rundir.paths import list_runs
-
-    if "--from-mirror" in words or any(word.startswith("--from-mirror=") for word in words):
-        return _resume_from_mirror(parsed(words))
-    if not sent_runs():
-        return None
-    line = parsed(words)
-    key = next((name for name in ("runs", "run", "target", "calibrate") if name in line.params), "")
-    given = line.params.get(key)
-    names = [given] if isinstance(given, str) else list(given or ())
-    if key == "target" and os.path.isfile(names[0] if names else "-"):
-        return None  # a spec
-    if not names:
-        newest = sent_runs()[-1]
-        takes_newest = key == "run" or (line.verb == ("report",) and line.params.get("sweep") is None)
-        if not takes_newest or newest.submitted <= max(
-            (run.record.stat().st_mtime for run in list_runs()), default=0.0
-        ):
-            return None
-        return _at(newest, line, [shlex.quote(newest.run_id)])
-    found = [_place_of(name) for name in names]
-    places = {None if run is None else run.cluster for run in found}
-    if places == {None}:
-        return None
-    if len(places) > 1:
-        raise UsageError(Reason("login_node.several-places", {"runs": names}))
-    first = next(run for run in found if run is not None)
-    code = _at(first, line)
-    if line.verb == ("rm",) and code == ExitCode.DONE and not line.params.get("dry_run"):
-        for run in found:
-            if run is not None and run.run_id in names:
-                forget(run)
-    return code
-
-
-def _at(run: SentRun, line: CommandLine, added: Sequence[str] = ()) -> int:
-    """Run a verb about a run on the login node of its cluster."""
-    from scaletrain_cli.spec.clusters_file import choose_cluster
-
-    cluster = choose_cluster(run.cluster)
-    if cluster is None or cluster.login_node is None:
-        raise UsageError(Reason("login_node.no-host", {"cluster": run.cluster, "run": run.run_id}))
-    if line.verb == ("resume",):
-        return _resume(run, cluster, line)
-    node = cluster.login_node
-    if line.verb == ("plan",):
-        params = {"host": node.ssh, "run": run.run_id, "command": node.scaletrain or "scaletrain"}
-        raise UsageError(Reason("login_node.no-calibration", params))
-    if line.verb == ("port-forward",):
-        return _forward_ports(node, line)
-    if line.verb == ("report",) and line.params.get("output") is not None:
-        return _report(node, line, added)
-    of_command = line.verb in (("exec",), ("shell",))
-    return _run(node, [*line.quoted, *added], of_command=of_command)
-
-
-def _run(node: LoginNode, words: Sequence[str], *, of_command: bool = False) -> int:
-    from scaletrain_cli.launch.login_node.ssh import run_interactively, script_of
-
-    return run_interactively(node, script_of(node, words), of_command=of_command)
-
-
-def _resume_from_mirror(line: CommandLine) -> int | None:
-    """Continue a run from its mirror on the login node of --cluster; None where that cluster has none."""
-    from scaletrain_cli.launch.login_node.sent_runs import SentRun, find_sent_run, remember
-    from scaletrain_cli.launch.submit import require_run_id
-    from scaletrain_cli.spec.clusters_file import choose_cluster
-
-    name = line.params.get("cluster")
-    cluster = choose_cluster(name) if name is not None else None
-    if cluster is None or cluster.login_node is None or not line.params.get("run"):
-        return None
-    run_id = str(line.params["run"])
-    require_run_id(run_id)
-    before = find_sent_run(run_id)
-    names = () if before is None else before.secrets
-    code = None if before is None else before.code
-    entry = None if line.params.get("dry_run") else SentRun(run_id, cluster.name, time.time(), code, names)
-    ended = _with_bundle(cluster, line, run_id, secret_names=names)
-    if entry is not None and ended == ExitCode.DONE:
-        remember(entry)
-    return ended
-
-
-def _resume(run: SentRun, cluster: Cluster, line: CommandLine) -> int:
-    """Resume with the secrets of this machine, and with the code here for --new-code."""
-    if line.params.get("cluster") is not None:
-        raise UsageError(Reason("login_node.moves-by-mirror", {"run": run.run_id, "cluster": line.params["cluster"]}))
-    from scaletrain_cli.launch.code import snapshot_of
-    from scaletrain_cli.spec.code import CodeSpec
-
-    code = run.code if line.params.get("new_code") else None
-    snapshot = None
-    if code is not None:
-        snapshot = snapshot_of(CodeSpec.model_validate(code), lambda key: f"{run.run_id} {key}")
-    return _with_bundle(cluster, line, run.run_id, secret_names=run.secrets, snapshot=snapshot)
-
-
-def _forward_ports(node: LoginNode, line: CommandLine) -> int:
-    """Listen at ports of this machine; the verb there becomes the connection to the node of the run."""
-    from scaletrain_cli.cli.port_forward import forward
-    from scaletrain_cli.launch.backends.base import NodeCommand
-    from scaletrain_cli.launch.login_node.ssh import NOT_FOUND, command_of, not_installed, script_of
-    from scaletrain_cli.launch.node_session import port_pair
-
-    pairs = [port_pair(text) for text in line.params["ports"]]
-    # A version that lacks the option refuses it, and opens no port there.
-    script = script_of(node, [*line.verb, "--streams", *line.quoted[len(line.verb) :]])
-    there = NodeCommand(tuple(command_of(node, script, "-T")), asks=True)
-    try:
-        forward(lambda: there, f"{line.params['run']} through {node.ssh}", pairs)
-    except SchedulerError as error:
-        code = error.reason.params.get("exit_code") if error.reason is not None else None
-        if code in (ExitCode.USAGE, ExitCode.SCHEDULER):  # the verb there has said why
-            return int(code)
-        if code == NOT_FOUND:
-            raise not_installed(node) from error
-        raise
-    return ExitCode.DONE
-
-
-def _report(node: LoginNode, line: CommandLine, newest: Sequence[str]) -> int:
-    """Write the page on the login node, and copy it to the file that was named here; ``newest``: if no run is named."""
-    from scaletrain_cli.launch.login_node.ssh import output_of, run_interactively, script_of
-    from scaletrain_cli.ui.console import say
-
-    output = _output(line)
-    assert output is not None
-    page = f'"${{TMPDIR:-/tmp}}"/scaletrain-report-{os.urandom(8).hex()}.html'
-    sweep = line.params.get("sweep")
-    named = ["--sweep", shlex.quote(sweep)] if sweep else [*map(shlex.quote, line.params["runs"] or ()), *newest]
-    code = run_interactively(node, script_of(node, ["report", *named, "-o", page, *line.json_words]))
-    if code == ExitCode.DONE:
-        replace_file(output, output_of(node, f"cat {page} && rm -f {page}"), public=True)
-        say(f"copied to {output}")
-    return code
-
-
-def _place_of(name: str) -> SentRun | None:
-    """Return the run on a login node that a name means; None for one of this machine or an unknown one.
-
-    An id comes before a prefix. Raises UsageError for a prefix of runs here and there.
-    """
-    from scaletrain_cli.launch.login_node.sent_runs import find_sent_run
-    from scaletrain_cli.rundir.paths import list_runs
-
-    here = [run.run_id for run in list_runs()]
-    if os.path.isfile(os.path.join(name, "run.json")) or name in here:
-        return None
-    found = find_sent_run(name)
-    is_id = found is not None and (found.run_id == name or found.sweep)
-    matches = [run_id for run_id in here if run_id.startswith(name)]
-    if found is None or is_id or not matches:
-        return found
-    raise UsageError(Reason("login_node.several-runs", {"name": name, "runs": [*matches, found.run_id]}))
+            return about_run(words)
+    return None
 
 
 _FIRST_WORDS = frozenset(("status", "watch", "diagnose", "report", "logs", "events", "checkpoint"))
@@ -404,9 +134,7 @@ def _has_logs_here(run: RunDir, line: CommandLine) -> bool:
         return True
     with fetched_logs(run):
         early = early_output(run, since=log_files(run))
-    if line.params.get("attempt") is not None:
-        return False
-    return bool(early)
+    return bool(early) and line.params.get("attempt") is None
 
 
 def _follows(line: CommandLine) -> bool:
@@ -417,21 +145,28 @@ def _follows(line: CommandLine) -> bool:
 
 def _show(run: RunDir, record: RunRecord, line: CommandLine, before: NowReachableError | None) -> int | None:
     """Show the verb, over several connections if it follows the run. None: it is shown here."""
+    from scaletrain_cli.launch.node.command import STDERR, STDOUT
     from scaletrain_cli.launch.node.streams import write_to
     from scaletrain_cli.launch.run_status import OVER
     from scaletrain_cli.launch.status import run_status
-    from scaletrain_cli.launch.view_elsewhere import LinesOnce, NotReachableError
+    from scaletrain_cli.launch.view_elsewhere import LinesOnce, NotReachableError, show_view
     from scaletrain_cli.ui.console import say, warn
 
-    output = _output(line)
+    output: Path | None = line.params.get("output") if line.verb == ("report",) else None
+    if output is not None:
+        require_replaceable(output)
     words = _words(run, line, output)
-    # The lines of `events --follow` come again with each connection; other verbs show the present state anew.
-    shown_lines = 0 if before is None else before.lines
-    lines = LinesOnce(write_to(1), shown_lines) if line.verb == ("events",) and _follows(line) else None
+    lines, outputs = None, None
+    if line.verb == ("events",) and _follows(line):
+        # Its lines come again with each connection; other verbs show the present state anew.
+        lines = LinesOnce(write_to(STDOUT), 0 if before is None else before.lines)
+        outputs = {STDOUT: lines.write, STDERR: write_to(STDERR)}
     until = time.monotonic() + _STARTING_SECONDS if before is not None else 0.0
     while True:
         try:
-            end = _connected(run, record, words, lines)
+            if lines is not None:
+                lines.begin()
+            end = show_view(run, record, words, say, outputs=outputs)
             if output is not None and end.exit_code == ExitCode.DONE:
                 replace_file(output, end.page, public=True)
                 say(f"copied to {output}")
@@ -457,18 +192,6 @@ def _show(run: RunDir, record: RunRecord, line: CommandLine, before: NowReachabl
             time.sleep(_PAUSE_SECONDS)
 
 
-def _connected(run: RunDir, record: RunRecord, words: Sequence[str], lines: LinesOnce | None) -> ViewEnd:
-    from scaletrain_cli.launch.node.command import STDERR, STDOUT
-    from scaletrain_cli.launch.node.streams import write_to
-    from scaletrain_cli.launch.view_elsewhere import show_view
-    from scaletrain_cli.ui.console import say
-
-    if lines is None:
-        return show_view(run, record, words, say)
-    lines.begin()
-    return show_view(run, record, words, say, outputs={STDOUT: lines.write, STDERR: write_to(2)})
-
-
 def _words(run: RunDir, line: CommandLine, output: Path | None) -> list[str]:
     """Return the words for the verb there: its file comes here, and this machine waits for the run."""
     from scaletrain_cli.launch.node.view import PAGE_WORD
@@ -481,14 +204,6 @@ def _words(run: RunDir, line: CommandLine, output: Path | None) -> list[str]:
         wait_for_end(run, seconds_of("--wait", line.params["wait"]))
         return line.with_option(("--wait",), "1s")
     return [*line.verb, *line.rest]
-
-
-def _output(line: CommandLine) -> Path | None:
-    """Return the file of a report. Raises UsageError for one that cannot be written, before anything is started."""
-    output: Path | None = line.params.get("output") if line.verb == ("report",) else None
-    if output is not None and not can_be_replaced(output):
-        raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
-    return output
 
 
 class NowReachableError(ScaletrainError):

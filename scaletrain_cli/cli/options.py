@@ -18,6 +18,7 @@ import typer
 
 from scaletrain_cli.errors import DeclinedError, ExitCode, SpecError, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import can_be_replaced
 from scaletrain_cli.text import bytes_text
 
 if TYPE_CHECKING:
@@ -154,6 +155,12 @@ def confirm(question: str, yes: bool) -> None:
     if not typer.confirm(question, default=True, err=True):
         typer.echo("Nothing was done.", err=True)
         raise DeclinedError("not confirmed. Nothing was done.")
+
+
+def require_replaceable(page: Path) -> None:
+    """Raise UsageError if the file of a report cannot be written, before anything is started."""
+    if not can_be_replaced(page):
+        raise UsageError(Reason("report.place", {"file": str(page), "folder": str(page.absolute().parent)}))
 
 
 def _can_ask() -> bool:

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, run_argument
+from scaletrain_cli.cli.options import AsJson, require_replaceable, run_argument
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, Sweep, find_run_or_newest, find_run_or_sweep, find_sweep
-from scaletrain_cli.safe_files import can_be_replaced, replace_file
+from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.ui.json import print_json
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -39,8 +39,8 @@ def command(
 
     if output is None and not as_json:
         raise UsageError(Reason("report.no-output"))
-    if output is not None and not can_be_replaced(output):
-        raise UsageError(Reason("report.place", {"file": str(output), "folder": str(output.absolute().parent)}))
+    if output is not None:
+        require_replaceable(output)
     if runs and sweep is not None:
         raise UsageError(Reason("report.runs-or-sweep"))
     found: list[RunDir | Sweep] = [find_sweep(sweep)] if sweep is not None else [*map(find_run_or_sweep, runs or ())]
