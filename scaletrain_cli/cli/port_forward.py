@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -66,7 +66,7 @@ def forward(connect: Callable[[], NodeCommand], where: str, pairs: Sequence[Port
     def opened(pair: PortPair) -> None:
         say(f"http://{ADDRESS}:{pair.local} leads to port {pair.remote} of {where}")
 
-    before = {signum: signal.signal(signum, _interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+    before = {signum: signal.signal(signum, signal.default_int_handler) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         say("Ctrl-C ends the forwarding")
         forward_ports(connect, where, pairs, opened, lambda why: warn(str(why)))
@@ -75,7 +75,3 @@ def forward(connect: Callable[[], NodeCommand], where: str, pairs: Sequence[Port
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _interrupt(signum: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt

@@ -46,7 +46,11 @@ def comparison_sections(report: Mapping[str, Any], tables: list[dict[str, Any]])
     if sweep:
         yield from _parallel(report, order)
         yield from _best_points(report, order)
-    colors = _colors(runs, order, shaded=sweep is not None)
+    # The CSS class of each run: by its rank in a sweep, else one each.
+    colors = {run["run_id"]: f"c{number % _COLORS}" for number, run in enumerate(runs)}
+    if sweep:
+        places = {run_id: place * _SHADES // len(order) for place, run_id in enumerate(order)}
+        colors = {run_id: f"q{places.get(run_id, _SHADES - 1)}" for run_id in colors}
     figures = _figures(runs, order, colors, tables)
     if figures:
         yield f'<section id="curves"><h2>Curves</h2>{SWITCH}<div class="charts">{"".join(figures)}</div></section>'
@@ -93,14 +97,6 @@ def _tiles(report: Mapping[str, Any], order: Sequence[str]) -> Iterator[tuple[st
     yield "cost of all runs", value_text(sum(costs), "usd") if costs else "–", counted(len(runs), "run"), ""
     restarts = sum(run["status"]["restarts"] for run in runs)
     yield "restarts", whole_text(restarts), f"{sum(run['status']['steps_lost_total'] for run in runs):,} steps lost", ""
-
-
-def _colors(runs: Sequence[Mapping[str, Any]], order: Sequence[str], *, shaded: bool) -> dict[str, str]:
-    """Return the CSS class of each run: by its rank in a sweep, else one each."""
-    if not shaded:
-        return {run["run_id"]: f"c{number % _COLORS}" for number, run in enumerate(runs)}
-    places = {run_id: place * _SHADES // max(1, len(order)) for place, run_id in enumerate(order)}
-    return {run["run_id"]: f"q{places.get(run['run_id'], _SHADES - 1)}" for run in runs}
 
 
 def _figures(

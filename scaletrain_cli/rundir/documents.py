@@ -241,14 +241,11 @@ def reporting_damage(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _OF_THIS_PROCESS:
             raise
-        raise DamagedError(f"{path} cannot be read: {error.strerror or error}.{_owner(path, error)}") from error
+        remedy = ""
+        with contextlib.suppress(OSError):
+            if error.errno == errno.EACCES:
+                remedy = f" Ask {user_name(path.lstat().st_uid)} to run `chmod -R u+rX,g+rX {path}`."
+        raise DamagedError(f"{path} cannot be read: {error.strerror or error}.{remedy}") from error
     except _MISFITS as error:
         said = f"{error.args[0]!r} is missing" if type(error) is KeyError and error.args else str(error)
         raise DamagedError(f"{path} is damaged: {said}. Restore it from a copy, or remove it.") from error
-
-
-def _owner(path: Path, error: OSError) -> str:
-    if error.errno == errno.EACCES:
-        with contextlib.suppress(OSError):
-            return f" Ask {user_name(path.lstat().st_uid)} to run `chmod -R u+rX,g+rX {path}`."
-    return ""

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.plan.reliability.node_sizes import NodeSize
-from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, grid, plain, show, stdout_console, supports_unicode, titled_table
 from scaletrain_cli.ui.plan import goodput_text, layout_text, show_plan
@@ -93,12 +92,15 @@ def _table(considered: Sequence[Considered]) -> Table:
     several = len({row.gpu for row in considered}) > 1
     table = titled_table(("GPU", *_TITLES), "lrrrrw") if several else titled_table(_TITLES, "rrrrw")
     for row in considered:
+        why = "" if row.why is None else str(row.why)
+        if row.why is not None and row.why.code == "plan.cluster-does-not-fit":
+            why = "does not fit"  # whose sentence is too long for a table
         cells = [
             whole_text(row.gpus),
             _cell(row.seconds, row.least_seconds, seconds_text),
             _cell(row.dollars, row.least_dollars, dollars_text),
             "-" if row.goodput is None else goodput_text(row.goodput),
-            "chosen" if row.chosen else _short(row.why),
+            "chosen" if row.chosen else why,
         ]
         style = "bold green" if row.chosen else ""
         table.add_row(*(escaped_text(cell, style) for cell in ([row.gpu] if several else []) + cells))
@@ -108,13 +110,6 @@ def _table(considered: Sequence[Considered]) -> Table:
 def _cell(value: float | None, least: float | None, text: Callable[[float], str]) -> str:
     """Return a figure, or the lower bound on it, as text."""
     return text(value) if value is not None else "-" if least is None else f"≥ {text(least)}"
-
-
-def _short(why: Reason | None) -> str:
-    """Return why a cluster was not chosen, short enough for a table."""
-    if why is None:
-        return ""
-    return "does not fit" if why.code == "plan.cluster-does-not-fit" else str(why)
 
 
 _ANSWER_STYLES = {True: "green", False: "red", None: "bold"}

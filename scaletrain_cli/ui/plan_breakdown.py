@@ -73,8 +73,10 @@ def memory_view(plan: RunPlan, bar: int, unicode: bool) -> RenderableType:
     ]
     if rest < 0:
         lines.append(part_line("over capacity", bytes_text(-rest), "", "red"))
-    if text := risk_text(memory):
-        lines.insert(0, escaped_text(text, "yellow" if memory.verdict == "tight" else "dim"))
+    chance = memory.out_of_memory_probability
+    if memory.fits and chance >= _SHOWN_PROBABILITY:
+        risk = f"probability of running out of memory: {percent_text(chance)}"
+        lines.insert(0, escaped_text(risk, "yellow" if memory.verdict == "tight" else "dim"))
     return Group(memory_total(plan), *lines, *_kinds(memory), *_stages(memory))
 
 
@@ -87,14 +89,6 @@ def memory_total(plan: RunPlan) -> Text:
         f" of {bytes_text(memory.capacity)} ({percent_text(memory.peak / memory.capacity)}) {rank}",
         (f" · {binary_bytes_text(memory.peak)} of {binary_bytes_text(memory.capacity)}", "dim"),
     )
-
-
-def risk_text(memory: Memory) -> str:
-    """Return the probability of an out-of-memory error; empty if it is too small to show."""
-    chance = memory.out_of_memory_probability
-    if not memory.fits or chance < _SHOWN_PROBABILITY:
-        return ""
-    return f"probability of running out of memory: {percent_text(chance)}"
 
 
 def _kinds(memory: Memory) -> Iterator[Text]:

@@ -192,7 +192,7 @@ class GrowthWatch:
         Raises SchedulerError.
         """
         names, now = node_names(self.environment["SLURM_JOB_NODELIST"]), self.record.spec.cluster.nodes
-        held = usable_held_nodes(self.run, self.record, names, own_job_id(self.environment))
+        held = usable_held_nodes(self.run, names, own_job_id(self.environment))
         size = chosen_size(self.record, len(held), follows=True) or now
         if size > now:  # a node of the job itself has returned
             found = growth(self.plans, now, size, left=self._left(), pace=self._pace())

@@ -152,7 +152,7 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str], *, fol
     before = read_attempt(run, max(run.attempts(), default=0))
     bad = {node.node for node in read_bad_nodes(run.path.parent, time.time())}
     fresh = sorted(names, key=lambda name: name != names[0] and name in bad)
-    usable = usable_held_nodes(run, record, names, job_id) if follows else tuple(fresh)
+    usable = usable_held_nodes(run, names, job_id) if follows else tuple(fresh)
     size = chosen_size(record, len(usable), follows=follows)
     if size is None:  # another node was lost meanwhile
         logger.warning("job %s has too few usable nodes: it is requeued", job_id)
@@ -186,7 +186,7 @@ def chosen_size(record: RunRecord, usable: int, *, follows: bool) -> int | None:
     return max((size for size in sizes if size <= most), default=max(sizes, default=None))
 
 
-def usable_held_nodes(run: RunDir, record: RunRecord, names: Sequence[str], job_id: str) -> tuple[str, ...]:
+def usable_held_nodes(run: RunDir, names: Sequence[str], job_id: str) -> tuple[str, ...]:
     """Return the nodes of the job on which its next attempt may begin, those of the last one first.
 
     Empty if Slurm does not answer, or if the first node, where the batch script runs, is not usable.
@@ -284,7 +284,7 @@ def _keeps_nodes(
     cluster, names = record.spec.cluster, node_names(environment.get("SLURM_JOB_NODELIST", ""))
     container = cluster.slurm.container
     if exchanges_nodes(cluster, record.sizes):
-        usable = [name for name in usable_held_nodes(run, record, names, attempt.job_id) if name not in against]
+        usable = [name for name in usable_held_nodes(run, names, attempt.job_id) if name not in against]
         size = chosen_size(record, len(usable), follows=True) if names[0] in usable else None
         grows = read_stop_request(run, attempt.number, "growth") is not None
         enough = size is not None and (size > cluster.nodes or not grows)

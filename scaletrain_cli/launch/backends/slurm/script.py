@@ -126,7 +126,7 @@ def _mounts(cluster: ClusterSpec, run_folder: Path) -> list[str]:
     return [f"{root}:{root}", *cluster.slurm.container.mounts]
 
 
-def session_script(spec: RunSpec, run_folder: Path, words: Sequence[str], python: str = sys.executable) -> str:
+def session_script(spec: RunSpec, run_folder: Path, words: Sequence[str]) -> str:
     """Return a script that runs the interpreter of the run on a node, with ``words``, as the batch script does.
 
     Its standard output is that of the interpreter only: modules may print to it.
@@ -136,7 +136,7 @@ def session_script(spec: RunSpec, run_folder: Path, words: Sequence[str], python
         "exec 3>&1 1>&2",
         *keep_absolute_lines(),
         *module_lines(spec),
-        python_line(spec, python),
+        python_line(spec, sys.executable),
         "exec 1>&3 3>&-",
         f"exec {interpreter} {shlex.join(words)}",
     ]
