@@ -210,7 +210,7 @@ def compose(
         assert isinstance(model, CausalLM)
         needed, anchors = True, 0
         if trained is not None:
-            needed = trains_before(spec.transformer, mesh.pipeline, trained.since, spec.layout.pipeline_split)
+            needed = trains_before(spec.transformer, mesh.pipeline, trained.since, layout.pipeline_split)
             anchors = missing_groups(len(groups), mesh.pipeline, device)
         stage = PipelineStage(model, mesh.pipeline, objective, trains_before=needed, anchors=anchors)
         groups += [{"params": [anchor], "weight_decay": 0.0} for anchor in stage.anchors]
@@ -234,7 +234,7 @@ def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.devi
     """Return this rank's part of the model on the meta device."""
     if isinstance(spec.model, ModelSpec):
         causal = outline(spec.transformer)
-        keep_stage(causal, mesh.pipeline, spec.layout.pipeline_split)
+        keep_stage(causal, mesh.pipeline, layout.pipeline_split)
         assign_dropout_keys(causal, spec.training.seed)
         place_dropout(causal, mesh)
         shard_over_tensor_ranks(causal, mesh.tensor)

@@ -30,6 +30,7 @@ from scaletrain_cli.plan.search.layout_search import (
     smallest,
 )
 from scaletrain_cli.plan.search.layouts import checkpointing_modes, division_problems
+from scaletrain_cli.plan.search.least_memory import search_splits
 from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try
 from scaletrain_cli.plan.trained_parameters import check_what_trains, names_what_trains
 from scaletrain_cli.plan.workloads.registry import workload_of
@@ -107,6 +108,8 @@ def plan_within(
         if not (all_axes := axes_to_try(spec, counts if counted else None)):
             raise does_not_divide(spec, division_problems(spec, resolve_axes(spec)))
         found = search(spec, device, all_axes, counts, compared=compared, bounds=bounds, most_seconds=most_seconds)
+        if found.chosen is None and not found.too_slow:
+            found = search_splits(spec, device, counts, found, compared=compared, most_seconds=most_seconds)
     if found.too_slow:
         return None
     if found.chosen is None:

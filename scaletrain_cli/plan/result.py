@@ -45,6 +45,7 @@ class Layout:
     ``compile``: whether blocks are compiled. ``local_sgd_groups``: the groups of data-parallel ranks that reduce
     gradients, and shard states, among themselves only. ``zero_shard_size``: ranks over which ZeRO shards, 0 for all
     replicas. ``zero_secondary_shard_size``: ranks that have a second copy of the weights between them (hpZ); 1: none.
+    ``pipeline_split``: the number of blocks on each pipeline stage; empty: divided by time.
     """
 
     world_size: int
@@ -66,6 +67,7 @@ class Layout:
     local_sgd_groups: int = 1
     zero_shard_size: int = 0
     zero_secondary_shard_size: int = 1
+    pipeline_split: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -90,16 +90,13 @@ class Stage(NamedTuple):
 
 
 def engine_stages(model: ModelSpec, stages: int, split: tuple[int, ...] = ()) -> tuple[Stage, ...]:
-    """Return the pipeline stages of this project's engine; only the first, second and last of a very long pipeline.
-
-    ``split``: ``layout.pipeline_split``.
-    """
+    """Return the pipeline stages of this project's engine; only the first, second and last of a very long pipeline."""
     return stages_of(model, stages, blocks_per_stage, split)
 
 
 def stages_in(spec: RunSpec, layout: Layout) -> tuple[Stage, ...]:
     """Return the pipeline stages of a run of this project's engine under a layout."""
-    return engine_stages(spec.transformer, layout.pipeline_parallel, spec.layout.pipeline_split)
+    return engine_stages(spec.transformer, layout.pipeline_parallel, layout.pipeline_split)
 
 
 @lru_cache(maxsize=1024)
@@ -111,11 +108,11 @@ def stages_of(
 ) -> tuple[Stage, ...]:
     """Return the pipeline stages; ``blocks_by_stage(model, stages)`` returns the number of blocks on each.
 
-    ``split``: these numbers, if the user has set them.
+    ``split``: these numbers, if user or planner have set them.
     """
     layers, last = model.num_hidden_layers, stages - 1
-    if layers <= MOST_BLOCKS or len(split) == stages:
-        counts = dict(enumerate(split if len(split) == stages else blocks_by_stage(model, stages)))
+    if layers <= MOST_BLOCKS or split:
+        counts = dict(enumerate(split or blocks_by_stage(model, stages)))
         starts = dict(enumerate(accumulate(counts.values(), initial=0)))
     else:
         indices = range(stages) if stages <= MOST_STAGES else (0, 1, last)

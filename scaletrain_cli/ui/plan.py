@@ -91,6 +91,8 @@ def layout_text(layout: Layout) -> str:
         extras.append(f"weights twice over {layout.zero_secondary_shard_size} ranks")
     if layout.expert_parallel > 1:
         extras.append(f"expert {layout.expert_parallel}")
+    if layout.pipeline_split:
+        extras.append(f"blocks {' + '.join(map(str, layout.pipeline_split))}")
     if layout.virtual_pipeline > 1:
         extras.append(f"{layout.virtual_pipeline} virtual stages")
     extras.append(f"activation checkpointing {layout.activation_checkpointing}")

@@ -68,6 +68,6 @@ def test_the_spec_names_the_frameworks_that_the_planner_models() -> None:
 def test_every_framework_keeps_all_blocks_and_states_its_sources(name: str) -> None:
     spec = spec_of("llama-7b", planner__framework=name)
     framework = framework_of(spec)
-    stages = framework.pipeline_stages(spec, 4)
+    stages = framework.pipeline_stages(spec.transformer, 4)
     assert sum(stage.blocks for stage in stages) == spec.transformer.num_hidden_layers
     assert all(str(reason) for reason in framework.memory_assumptions())

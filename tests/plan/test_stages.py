@@ -33,7 +33,7 @@ def published_llama(layers: int, hidden: int, inner: int) -> dict[str, Any]:
 
 
 def _stages(spec: RunSpec, stages: int) -> tuple[Stage, ...]:
-    return framework_of(spec).pipeline_stages(spec, stages)
+    return framework_of(spec).pipeline_stages(spec.transformer, stages, spec.layout.pipeline_split)
 
 
 def blocks(spec: RunSpec, stages: int) -> list[int]:

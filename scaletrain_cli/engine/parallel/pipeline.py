@@ -26,7 +26,7 @@ from scaletrain_cli.spec import ModelSpec
 
 
 def keep_stage(model: CausalLM, axis: Axis, split: tuple[int, ...] = ()) -> None:
-    """Remove the parts of other stages from a model on the meta device. ``split``: ``layout.pipeline_split``.
+    """Remove the parts of other stages from a model on the meta device. ``split``: ``Layout.pipeline_split``.
 
     The last stage of a tied model keeps the embedding as the weight of its head.
     """
@@ -120,7 +120,7 @@ def missing_groups(own: int, axis: Axis, device: torch.device) -> int:
 
 
 def trains_before(model: ModelSpec, axis: Axis, trained: Collection[str], split: tuple[int, ...] = ()) -> bool:
-    """Return True if a parameter of a pipeline stage before this one trains. ``split``: ``layout.pipeline_split``."""
+    """Return True if a parameter of a pipeline stage before this one trains. ``split``: ``Layout.pipeline_split``."""
     first_block = list(accumulate(split or blocks_per_stage(model, axis.size), initial=0))[axis.rank]
     return axis.rank > 0 and any(
         parameter.name in trained

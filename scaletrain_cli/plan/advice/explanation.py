@@ -30,6 +30,8 @@ def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) ->
         return None
     if changed.pipeline_parallel == 1:
         changed = replace(changed, virtual_pipeline=1)
+    if len(changed.pipeline_split) != changed.pipeline_parallel:
+        changed = replace(changed, pipeline_split=())
     if data * changed.sequence_parallel * changed.context_parallel % changed.expert_parallel:
         changed = replace(changed, expert_parallel=1)
     accumulation = changed.global_batch_size // (data * changed.micro_batch_size)

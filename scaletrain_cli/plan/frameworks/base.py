@@ -145,14 +145,12 @@ class Framework:
         each, left = divmod(model.num_hidden_layers, stages)
         return tuple(each + (index < left) for index in range(stages))
 
-    def pipeline_stages(self, spec: RunSpec, pipeline_parallel: int) -> tuple[Stage, ...]:
-        """Return the stages to size: all of them, or the first, second and last of a very long pipeline."""
-        return stages_of(spec.transformer, pipeline_parallel, self.blocks_by_stage, spec.layout.pipeline_split)
+    def pipeline_stages(self, model: ModelSpec, stages: int, split: tuple[int, ...] = ()) -> tuple[Stage, ...]:
+        """Return the stages to size: all of them, or the first, second and last of a very long pipeline.
 
-    def pipeline_split(self, spec: RunSpec, pipeline_parallel: int) -> tuple[int, ...]:
-        """Return the blocks on each pipeline stage: ``layout.pipeline_split``, or as the framework divides them."""
-        split = spec.layout.pipeline_split
-        return split if len(split) == pipeline_parallel else self.blocks_by_stage(spec.transformer, pipeline_parallel)
+        ``split``: the blocks on each; empty: as the framework divides them.
+        """
+        return stages_of(model, stages, self.blocks_by_stage, split)
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
         """Yield the framework's rules that these degrees break."""

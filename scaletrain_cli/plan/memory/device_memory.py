@@ -69,7 +69,7 @@ def plan_memory(
     """
     framework = framework or framework_of(spec)
     size = framework.stage_memory(spec, layout, device)
-    held = framework.pipeline_stages(spec, layout.pipeline_parallel)
+    held = framework.pipeline_stages(spec.transformer, layout.pipeline_parallel, layout.pipeline_split)
     if not every_stage and has_equal_blocks(spec):
         held = tuple(held[place] for place in dict.fromkeys(first_alike(held)))
     stages = tuple(map(size, held))

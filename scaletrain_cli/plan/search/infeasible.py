@@ -1,6 +1,7 @@
 """Errors for runs that no layout fits or divides, and the changes that would make them fit."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
@@ -9,19 +10,17 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_name
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import SCHEMA, RunPlan
-from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.engine_support import capabilities, opened, unsupported
 from scaletrain_cli.plan.search.layout_search import Sized
-from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe
-from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try, degrees_to_try, groups
+from scaletrain_cli.plan.search.layouts import describe
+from scaletrain_cli.plan.search.least_memory import smallest_memory, splits_by_memory
+from scaletrain_cli.plan.search.search_space import RejectionCounts, degrees_to_try
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text
 
 _MOST_GPUS = 100_000
-# How many layouts with the lowest memory bound are sized to find the smallest one.
-_MOST_SIZED = 24
 
 
 def suggestions(spec: RunSpec) -> list[Problem]:
@@ -33,13 +32,18 @@ def suggestions(spec: RunSpec) -> list[Problem]:
         sized = smallest_memory(changed, device)
         if sized and sized.memory.fits:
             found.append(_would_fit(changed, device, key, str(value), sized))
+    if spec.layout.pipeline_split:
+        for changed, sized in islice(splits_by_memory(spec, device), 1):
+            split = list(changed.layout.pipeline_split)
+            found.append(_would_fit(changed, device, "layout.pipeline_split", str(split), sized))
     relaxed = spec
     for key in ("layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"):
         relaxed = _changed(relaxed, key, "auto")
     least = smallest_memory(relaxed, device)
+    if not found and not (least and least.memory.fits):
+        _, least = next(splits_by_memory(relaxed, device), (relaxed, least))
     if not found and least and least.memory.fits:
         found.append(_would_fit(relaxed, device, "layout", describe(least.layout), least))
-    found += _pipeline_split(relaxed, device)
     found += _context_ranks(relaxed, device)
     found += _beyond_this_engine(relaxed, device)
     found += _fewest_gpus(relaxed, device)
@@ -47,26 +51,6 @@ def suggestions(spec: RunSpec) -> list[Problem]:
     if not found:
         found.append(Problem.because("no change helps", "model", Reason("plan.nothing-fits")))
     return found
-
-
-def smallest_memory(spec: RunSpec, device: Accelerator) -> Sized | None:
-    """Return the layout of the spec that needs the least memory; None if none divides."""
-    modes = checkpointing_modes(spec)
-    points = [
-        (group, mode, offload)
-        for group in groups(spec, axes_to_try(spec, RejectionCounts()))
-        for mode in modes
-        for offload in group.offload
-    ]
-    if len(points) > _MOST_SIZED:
-        bounds = Bounds(spec, device, modes[0])
-        points.sort(key=lambda p: bounds.peak_bytes(p[0].axes, p[0].zero_stage, p[0].micro_batches[0], p[1], p[2]))
-    layouts = (
-        build_layout(spec, group.axes, group.zero_stage, mode, group.micro_batches[0], offload)
-        for group, mode, offload in points[:_MOST_SIZED]
-    )
-    sized = [Sized(layout, workload_of(spec.model).memory(spec, layout, device)) for layout in layouts]
-    return min(sized, key=lambda each: each.memory.peak, default=None)
 
 
 def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
@@ -89,33 +73,6 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
         yield "training.precision", "bf16"
     elif spec.training.grad_dtype == "fp32":
         yield "training.grad_dtype", "bf16"
-
-
-def _pipeline_split(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
-    """Yield the first division of blocks over pipeline stages by memory, not by time, with which the run fits."""
-    if "pipeline_parallel" not in capabilities(spec).axes or spec.layout.pipeline_split:
-        return
-    for degree in degrees_to_try(spec, "pipeline_parallel", RejectionCounts()):
-        changed = _changed(spec, "layout.pipeline_parallel", degree)
-        least = smallest_memory(changed, device) if degree > 1 else None
-        if least is None or least.layout.virtual_pipeline > 1:
-            continue
-        split = list(framework_of(spec).pipeline_split(changed, degree))
-        while not least.memory.fits and max(split) > 1:
-            peaks = [stage.peak for stage in least.memory.by_stage]
-            split[peaks.index(max(peaks))] -= 1
-            split[peaks.index(min(peaks))] += 1
-            if min(split) < 1:
-                break
-            changed = _changed(changed, "layout.pipeline_split", tuple(split))
-            moved = Sized(least.layout, workload_of(spec.model).memory(changed, least.layout, device))
-            if moved.memory.peak >= least.memory.peak:
-                break
-            least = moved
-        if least.memory.fits and changed.layout.pipeline_split:
-            value = f"{{pipeline_parallel: {degree}, pipeline_split: {split}}}"
-            yield _would_fit(changed, device, "layout", value, least)
-            return
 
 
 def _context_ranks(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:

@@ -99,6 +99,7 @@ def build_layout(
         # 0: over all ranks.
         zero_shard_size=0 if zero_stage < 2 or wanted == axes.shards else wanted,
         zero_secondary_shard_size=spec.layout.zero_secondary_shard_size if zero_stage == 3 else 1,
+        pipeline_split=spec.layout.pipeline_split if axes.pipeline > 1 else (),
     )
 
 
@@ -135,6 +136,7 @@ def describe(layout: Layout) -> str:
     groups = layout.local_sgd_groups
     parts = [f"ZeRO-{layout.zero_stage}", f"data parallel {layout.data_parallel}"]
     parts += [f"{name} parallel {degree}" for name, degree in degrees.items() if degree > 1]
+    parts += [f"blocks {list(layout.pipeline_split)}"] if layout.pipeline_split else []
     parts += [f"{groups} groups of local SGD"] if groups > 1 else []
     parts += [f"micro-batch {layout.micro_batch_size}"]
     parts += [f"activation checkpointing {layout.activation_checkpointing}"]

@@ -36,7 +36,7 @@ def activation_offload_seconds(spec: RunSpec, layout: Layout, device: Accelerato
     """
     if not spec.layout.activation_offload or device.is_cpu:
         return 0.0
-    kept = kept_activation_bytes(spec, replace(layout, pipeline_parallel=1), device, 0)
+    kept = kept_activation_bytes(spec, replace(layout, pipeline_parallel=1, pipeline_split=()), device, 0)
     return kept / spec.transformer.num_hidden_layers / (device.host_bandwidth * _LINK_SHARE)
 
 

@@ -136,7 +136,7 @@ def step_setting(spec: RunSpec, layout: Layout, device: Accelerator, trained: Tr
         cluster_link(spec.cluster, device),
         compiled_profile(profile) if layout.compile else profile,
         rank_architecture(spec, layout),
-        framework.pipeline_split(spec, layout.pipeline_parallel),
+        layout.pipeline_split or framework.blocks_by_stage(spec.transformer, layout.pipeline_parallel),
         trained,
     )
 

@@ -113,7 +113,7 @@ class TextWorkload(Workload):
         return plan_memory(spec, layout, device, every_stage=False)
 
     def activation_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:
-        (stage,) = framework_of(spec).pipeline_stages(spec, 1)
+        (stage,) = framework_of(spec).pipeline_stages(spec.transformer, 1)
         return framework_of(spec).stage_memory(spec, layout, device)(stage).activations
 
     def data_seconds(self, spec: RunSpec, layout: Layout, device: Accelerator) -> float:
@@ -151,7 +151,7 @@ class TextWorkload(Workload):
         if axes.pipeline == 1:
             return FullStage(Stage(0, alike, 0, True, True), 1.0, alike)
         per_rank = architecture.architecture(model, axes.tensor, axes.expert)
-        stages = framework_of(spec).pipeline_stages(spec, axes.pipeline)
+        stages = framework_of(spec).pipeline_stages(model, axes.pipeline, spec.layout.pipeline_split)
         found = [
             stage for stage in stages if not stage.last and not (model.num_experts and (stage.first or stage.dense))
         ]

@@ -32,6 +32,14 @@ def explained(spec: RunSpec) -> tuple[RunPlan, dict[str, Question]]:
     return plan, {question.key: question for question in questions}
 
 
+def test_a_pipeline_with_moved_blocks_is_explained_beside_others_that_are_divided_by_time() -> None:
+    split = {"layout__pipeline_parallel": 8, "layout__pipeline_split": [3, 4, 4, 4, 4, 4, 5, 4], "cluster__nodes": 8}
+    plan, questions = explained(spec_of("llama-7b", **split))
+    rows = {row.name: row.bytes for row in questions["pipeline"].rows}
+    assert rows.keys() >= {"pipeline 4", "pipeline 8"}
+    assert plan.layout.pipeline_split == tuple(split["layout__pipeline_split"])
+
+
 def test_a_run_that_fits_on_one_gpu_needs_only_data_parallelism() -> None:
     _, questions = explained(spec_of("gpt2"))
     assert questions["one_rank"].answer is True

@@ -2,9 +2,13 @@
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.plan import PlanInfeasibleError, make_plan
+from scaletrain_cli.plan.axes import AXES
+from scaletrain_cli.plan.result import RunPlan, with_reasons
+from scaletrain_cli.plan.stages import blocks_per_stage
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text
 from tests.plan.specs import DATA_ALONE, spec_of
@@ -76,20 +80,63 @@ def test_a_batch_that_does_not_divide_has_no_plan_to_show() -> None:
     assert refusal(spec_of("gpt2", training__global_batch_size=100, **DATA_ALONE)).plan is None
 
 
+# BLOOM-7b: the embedding of 250,880 tokens, of which the last stage has a copy, weighs as much as 5.1 of its 30 blocks.
+BLOOM_7B = {
+    "model__num_hidden_layers": 30,
+    "model__intermediate_size": 16384,
+    "model__gated_mlp": False,
+    "model__position_embedding": "alibi",
+    "model__vocab_size": 250_880,
+    "model__tie_word_embeddings": True,
+    "cluster__gpu": "v100-sxm2-32gb",
+    "training__precision": "fp16",
+    "layout__pipeline_parallel": 8,
+}
+
+
 @pytest.mark.parametrize(
-    ("preset", "vocab", "stages"), [("mistral-7b", 131_072, 4), ("llama-7b", 250_880, 2)], ids=["in steps", "in two"]
+    "run",
+    [
+        {"preset": "llama-7b", **BLOOM_7B},
+        {
+            "preset": "mistral-7b",
+            "cluster__gpu": "a10g-24gb",
+            "model__seq_len": 2048,
+            "model__vocab_size": 131_072,
+            "training__precision": "fp16",
+            "layout__pipeline_parallel": 4,
+        },
+    ],
+    ids=["bloom-7b", "mistral"],
 )
-def test_a_pipeline_that_fits_if_its_blocks_are_divided_by_memory_is_suggested(
-    preset: str, vocab: int, stages: int
-) -> None:
-    sizes = {"cluster__gpu": "a10g-24gb", "model__seq_len": 2048, "model__vocab_size": vocab}
-    with pytest.raises(PlanInfeasibleError) as refused:
-        make_plan(spec_of(preset, **sizes, training__precision="fp16", layout__pipeline_parallel=stages))
-    (found,) = [problem for problem in refused.value.problems if "pipeline_split" in str(problem.given)]
-    given = yaml.safe_load(str(found.given))
-    assert given["pipeline_parallel"] == stages
-    named = {f"layout__{key}": value for key, value in given.items()}
-    assert make_plan(spec_of(preset, **sizes, training__precision="fp16", **named)).memory.fits
+def test_blocks_move_from_a_full_stage_to_others_where_only_that_makes_a_run_fit(run: dict[str, object]) -> None:
+    spec = spec_of(**run)  # type: ignore[arg-type]
+    by_time = blocks_per_stage(spec.transformer, int(run["layout__pipeline_parallel"]))  # type: ignore[call-overload]
+    plan = make_plan(spec)
+    split = plan.layout.pipeline_split
+    assert plan.memory.fits
+    assert sum(split) == sum(by_time)
+    assert split != by_time
+    assert max(stage.peak for stage in plan.memory.by_stage) == plan.memory.peak
+    layouts = (row for row in plan.rejected if not row.text.startswith((*AXES, "zero_stage")))
+    assert sum(row.count for row in layouts) == plan.considered - 1
+    assert TypeAdapter(RunPlan).validate_python(with_reasons(plan.to_json())).layout == plan.layout, "as ranks read it"
+    pinned = make_plan(spec_of(**run, layout__pipeline_split=split))  # type: ignore[arg-type]
+    assert (pinned.layout, pinned.memory, pinned.time) == (plan.layout, plan.memory, plan.time)
+    error = refusal(spec_of(**run, layout__pipeline_split=by_time))  # type: ignore[arg-type]
+    named = yaml.safe_load(str(ways_out(error)["layout.pipeline_split"]))
+    assert tuple(named) == split
+
+
+def test_a_pipeline_that_fits_divided_by_time_has_no_other_split() -> None:
+    assert make_plan(spec_of(**{**BLOOM_7B, "cluster__gpu": "h100-sxm-80gb"})).layout.pipeline_split == ()
+    assert "layout.pipeline_split" not in ways_out(refusal(spec_of(**{**BLOOM_7B, "cluster__gpu": "v100-sxm2-16gb"})))
+
+
+def test_a_refused_batch_is_named_with_the_split_that_it_needs() -> None:
+    error = refusal(spec_of(**BLOOM_7B, training__micro_batch_size=16))
+    layouts = [problem.given for problem in error.problems if problem.key == "layout"]
+    assert any("blocks" in str(layout) for layout in layouts), str(error)
 
 
 def test_context_ranks_are_suggested_for_long_sequences() -> None:
