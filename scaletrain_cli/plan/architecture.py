@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scaletrain_cli.plan.parameter import EngineTensor
 from scaletrain_cli.plan.parameters import block_tensors, end_tensors
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hybrid import DENSE_BLOCK, SPARSE_BLOCK, BlockParts, parts_of
@@ -142,11 +141,6 @@ def mean_block_flops(model: ModelSpec) -> int:
     return (training_flops_per_token(model) // 3 - head_flops(model)) // model.num_hidden_layers
 
 
-def attention_matrices(model: ModelSpec) -> list[EngineTensor]:
-    """Return the matrices of the attention of one block."""
-    return [each for each in block_tensors(model, DENSE_BLOCK) if each.is_matrix and not each.name.startswith("mlp.")]
-
-
 def parameter_count(model: ModelSpec) -> int:
     """Return the number of trainable parameters; a tied head is not counted again."""
     return architecture(model).parameters
@@ -161,17 +155,19 @@ def active_parameter_count(model: ModelSpec) -> int:
 
 def attention_matmul_flops(model: ModelSpec) -> int:
     """Return the forward FLOPs per token of one block's attention projections: 2 per weight."""
-    return 2 * sum(each.elements for each in attention_matrices(model))
+    matrices = (each for each in block_tensors(model, DENSE_BLOCK) if each.is_matrix)
+    return 2 * sum(each.elements for each in matrices if not each.name.startswith("mlp."))
 
 
+@lru_cache(maxsize=256)
 def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
     """Return the forward FLOPs per token of one block's MLP: 2 per active weight; ``experts``: for an MoE block."""
-    hidden, matrices = model.hidden_size, 3 if model.has_gated_mlp else 2
-    if not experts:
-        return 2 * matrices * hidden * model.intermediate_size
-    routed = min(model.num_experts_per_tok, model.num_experts) * model.expert_size
-    gates = model.num_experts + (1 if model.shared_expert_gate else 0)
-    return 2 * hidden * (matrices * (model.shared_expert_intermediate_size + routed) + gates)
+    weights = 0
+    for each in block_tensors(model, SPARSE_BLOCK if experts else DENSE_BLOCK):
+        if each.is_matrix and each.name.startswith("mlp."):
+            idle = max(0, each.experts - model.num_experts_per_tok)
+            weights += each.elements - (each.elements // each.experts * idle if each.experts else 0)
+    return 2 * weights
 
 
 def attention_flops(model: ModelSpec) -> int:

@@ -110,19 +110,26 @@ def stages_of(
 
     ``split``: these numbers, if user or planner have set them.
     """
-    layers, last = model.num_hidden_layers, stages - 1
-    if layers <= MOST_BLOCKS or split:
-        counts = dict(enumerate(split or blocks_by_stage(model, stages)))
-        starts = dict(enumerate(accumulate(counts.values(), initial=0)))
-    else:
-        indices = range(stages) if stages <= MOST_STAGES else (0, 1, last)
-        counts = {index: layers // stages + (1 if index < layers % stages else 0) for index in indices}
-        starts = {index: index * (layers // stages) + min(index, layers % stages) for index in indices}
+    indices = range(stages) if stages <= MOST_STAGES else (0, 1, stages - 1)
+    if model.num_hidden_layers <= MOST_BLOCKS or split:
+        found = stages_with(model, split or blocks_by_stage(model, stages))
+        return tuple(found[index] for index in indices)
+    each, left = divmod(model.num_hidden_layers, stages)
     return tuple(
-        Stage(index, count, model.dense_blocks(starts[index], count), index == 0, index == last, starts[index])
-        for index, count in counts.items()
-        if stages <= MOST_STAGES or index in (0, 1, last)
+        _stage(model, index, each + (index < left), index * each + min(index, left), index == stages - 1)
+        for index in indices
     )
+
+
+@lru_cache(maxsize=1024)
+def stages_with(model: ModelSpec, blocks: tuple[int, ...]) -> tuple[Stage, ...]:
+    """Return all pipeline stages, with these numbers of blocks."""
+    places = enumerate(zip(blocks, accumulate(blocks, initial=0), strict=False))
+    return tuple(_stage(model, index, count, start, index == len(blocks) - 1) for index, (count, start) in places)
+
+
+def _stage(model: ModelSpec, index: int, count: int, start: int, last: bool) -> Stage:
+    return Stage(index, count, model.dense_blocks(start, count), index == 0, last, start)
 
 
 @lru_cache(maxsize=1024)

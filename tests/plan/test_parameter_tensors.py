@@ -5,6 +5,7 @@ import pytest
 from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.plan.memory.parameter_groups import Group, stage_groups
 from scaletrain_cli.plan.stages import engine_stages
+from scaletrain_cli.plan.trained_stages import TrainedStage
 from scaletrain_cli.spec import ModelSpec
 from tests.model_sizes import model_sizes
 from tests.plan.specs import model_of, spec_of
@@ -53,8 +54,7 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
             shard_experts(built, Mesh(tensor=Axis(tensor)))
             kinds = model.block_runs(stage.start, stage.blocks)
             assert sum(blocks for experts, blocks in kinds if not experts) == stage.dense
-            ends = {"first": stage.first, "last": stage.last}
-            matrices, vectors = stage_groups(model, tensor, 1, stage.start, stage.blocks, **ends)
+            matrices, vectors = stage_groups(model, tensor, 1, stage, TrainedStage(1, 1)).trained
             found = [(p.numel(), p.ndim > 1 and not name.endswith("bias")) for name, p in built.named_parameters()]
             assert sizes(matrices.group) == [elements for elements, decays in found if decays]
             assert sizes(vectors.group) == [elements for elements, decays in found if not decays]
@@ -67,7 +67,8 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
 def test_the_tensors_add_up_to_the_architecture(model: ModelSpec, tensor: int, expert: int) -> None:
     expert = expert if model.num_experts else 1
     whole = architecture(model, tensor, expert)
-    groups = stage_groups(model, tensor, expert, 0, model.num_hidden_layers, first=True, last=True)
+    (stage,) = engine_stages(model, 1)
+    groups = stage_groups(model, tensor, expert, stage, TrainedStage(1, 1)).trained
     assert sum(each.group.elements for each in groups) == whole.parameters
     of_experts = sum(each.group.elements for each in groups if each.experts)
     assert of_experts == (model.moe_layers * whole.block.routed if expert > 1 else 0)

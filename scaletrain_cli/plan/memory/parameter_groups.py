@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import architecture, attention_matrices
 from scaletrain_cli.plan.memory.states import quantized_bytes
 from scaletrain_cli.plan.parameter import EngineTensor
 from scaletrain_cli.plan.parameters import block_tensors, end_tensors, model_parameters
@@ -13,19 +12,6 @@ from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.plan.trained_stages import GroupNumber, PartTensors, TrainedStage
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.hybrid import DENSE_BLOCK, SPARSE_BLOCK
-
-
-class Tensors(NamedTuple):
-    """Elements of each parameter tensor in a part of the model, by the optimizer's parameter groups.
-
-    Matrices have weight decay, vectors do not. ``experts`` are matrices that fewer ranks replicate than the others, and
-    ``expert_biases`` their vectors.
-    """
-
-    matrices: tuple[int, ...] = ()
-    vectors: tuple[int, ...] = ()
-    experts: tuple[int, ...] = ()
-    expert_biases: tuple[int, ...] = ()
 
 
 class Group(NamedTuple):
@@ -89,23 +75,25 @@ class StageTensors(NamedTuple):
 
 def stage_tensors(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage) -> StageTensors:
     """Return the tensors of one rank of a pipeline stage while it trains what ``trained`` states."""
-    model, tensor, expert = spec.transformer, layout.tensor_parallel, layout.expert_parallel
-    if not trained.runs:
-        return StageTensors(
-            stage_groups(model, tensor, expert, stage.start, stage.blocks, first=stage.first, last=stage.last)
-        )
-    return _named_tensors(model, tensor, expert, stage._replace(position=min(stage.position, 1)), trained)
+    alike = stage._replace(position=min(stage.position, 1))
+    return stage_groups(spec.transformer, layout.tensor_parallel, layout.expert_parallel, alike, trained)
 
 
 @lru_cache(maxsize=4096)
-def _named_tensors(model: ModelSpec, tensor: int, expert: int, stage: Stage, trained: TrainedStage) -> StageTensors:
-    parts: list[tuple[PartTensors, int]] = [(run.part, run.blocks) for run in trained.blocks_of(model, stage)]
+def stage_groups(model: ModelSpec, tensor: int, expert: int, stage: Stage, trained: TrainedStage) -> StageTensors:
+    """Return the same for degrees of tensor and expert parallelism in place of a layout."""
+    if trained.runs:
+        opening, closing = trained.opening, trained.closing
+        parts = [(run.part, run.blocks) for run in trained.blocks_of(model, stage)]
+    else:
+        opening, closing = map(_whole, end_tensors(model))
+        parts = [(_whole(tensors), times) for tensors, times in _blocks(model, stage.start, stage.blocks)]
     if stage.first:
-        parts.insert(0, (trained.opening, 1))
+        parts.insert(0, (opening, 1))
     elif stage.last and model.tie_word_embeddings:
-        parts.insert(0, (PartTensors(trained.opening.tensors[:1], trained.opening.groups[:1]), 1))
+        parts.insert(0, (PartTensors(opening.tensors[:1], opening.groups[:1]), 1))
     if stage.last:
-        parts.append((trained.closing, 1))
+        parts.append((closing, 1))
     runs: dict[tuple[GroupNumber, bool], list[tuple[tuple[int, ...], int]]] = {}
     quantization = model.quantization
     quantized = largest = 0
@@ -122,7 +110,7 @@ def _named_tensors(model: ModelSpec, tensor: int, expert: int, stage: Stage, tra
             runs.setdefault(key, []).append((tuple(found), times))
     groups = [
         (number, SharedGroup(Group(tuple(found)), experts, number in trained.orthogonalized))
-        for (number, experts), found in runs.items()
+        for (number, experts), found in sorted(runs.items(), key=lambda run: (run[0][0] or 0, run[0][1]))
     ]
     return StageTensors(
         tuple(group for number, group in groups if number is not None),
@@ -132,38 +120,38 @@ def _named_tensors(model: ModelSpec, tensor: int, expert: int, stage: Stage, tra
     )
 
 
+def _whole(tensors: tuple[EngineTensor, ...]) -> PartTensors:
+    """Return a part of the model that trains as a whole: matrices are a group with weight decay, vectors one without.
+
+    DeepSpeed skips a group without parameters.
+    """
+    return PartTensors(tensors, tuple(0 if each.is_matrix else 1 for each in tensors))
+
+
+def _blocks(model: ModelSpec, start: int, blocks: int) -> list[tuple[tuple[EngineTensor, ...], int]]:
+    """Return the tensors of runs of equal blocks, and how many blocks each has; of a hybrid model not in order."""
+    kinds = model.parts_between(start, blocks)
+    if not model.block_types:
+        kinds = tuple((SPARSE_BLOCK if moe else DENSE_BLOCK, n) for moe, n in model.block_runs(start, blocks))
+    return [(block_tensors(model, parts), times) for parts, times in kinds]
+
+
 @lru_cache(maxsize=1024)
 def elements_in_small_tensors(model: ModelSpec, tensor: int, most: int) -> int:
     """Return the elements of a whole model in tensors of up to ``most`` elements on each of ``tensor`` tensor ranks."""
     if model.adapter is not None:
-        sizes = (-(-each.numel // (1 if each.tensor_dim is None else tensor)) for each in model_parameters(model))
-        return sum(size for size in sizes if size <= most)
-    groups = stage_groups(model, tensor, 1, 0, model.num_hidden_layers, first=True, last=True)
-    runs = [run for each in groups for run in each.group.runs]
-    return sum(sum(size for size in sizes if size <= most) * times for sizes, times in runs)
+        sizes = [(-(-each.numel // (1 if each.tensor_dim is None else tensor)), 1) for each in model_parameters(model)]
+    else:
+        parts = [*((tensors, 1) for tensors in end_tensors(model)), *_blocks(model, 0, model.num_hidden_layers)]
+        sizes = [(each.on_rank(tensor, 1), times) for tensors, times in parts for each in tensors]
+    return sum(size * times for size, times in sizes if size <= most)
 
 
 @lru_cache(maxsize=1024)
 def most_groups(model: ModelSpec, tensor: int, expert: int, stages: tuple[Stage, ...], trained: TrainedStage) -> int:
     """Return the parameter groups of the stage with most; others have a number in place of each that they lack."""
-    return max(
-        len(_named_tensors(model, tensor, expert, stage._replace(position=min(stage.position, 1)), trained).trained)
-        for stage in stages
-    )
-
-
-@lru_cache(maxsize=4096)
-def stage_groups(
-    model: ModelSpec, tensor: int, expert: int, start: int, blocks: int, *, first: bool, last: bool
-) -> tuple[SharedGroup, ...]:
-    """Return the parameter groups of ``blocks`` blocks if all train, without empty ones, which DeepSpeed skips.
-
-    ``tensor`` and ``expert``: degrees of parallelism. ``first``, ``last``: with what is before and after all blocks.
-    """
-    opening, closing = _ends(model, tensor, first=first, last=last)
-    parts = [(opening, 1), *_runs_of_blocks(model, tensor, expert, start, blocks), (closing, 1)]
-    runs = [tuple((part[kind], times) for part, times in parts if times and part[kind]) for kind in range(4)]
-    return tuple(SharedGroup(Group(found), experts=kind >= 2) for kind, found in enumerate(runs) if found)
+    alike = (stage._replace(position=min(stage.position, 1)) for stage in stages)
+    return max(len(stage_groups(model, tensor, expert, stage, trained).trained) for stage in alike)
 
 
 class BlockMatrices(NamedTuple):
@@ -179,45 +167,15 @@ def matrices_in_order(
 ) -> tuple[tuple[int, ...], tuple[tuple[BlockMatrices, int], ...], tuple[int, ...]]:
     """Return the matrices of a whole model as one rank uses them: before the blocks, of runs of blocks, and after.
 
-    The last are none if the head is the embedding. Of a block of a hybrid model all matrices count as one.
+    The last are none if the head is the embedding.
     """
-    opening, closing = _ends(model, tensor, first=True, last=True)
-    attention = () if model.block_types else tuple(each.on_rank(tensor, 1) for each in attention_matrices(model))
-    runs = [
-        (BlockMatrices(attention, (*part.matrices[len(attention) :], *part.experts)), times)
-        for part, times in _runs_of_blocks(model, tensor, expert, 0, model.num_hidden_layers)
-    ]
-    return opening.matrices, tuple(runs), closing.matrices
 
+    def sizes(tensors: Iterable[EngineTensor]) -> tuple[int, ...]:
+        return tuple(each.on_rank(tensor, expert) for each in tensors if each.is_matrix)
 
-def _runs_of_blocks(model: ModelSpec, tensor: int, expert: int, start: int, blocks: int) -> list[tuple[Tensors, int]]:
-    """Return the tensors of runs of equal blocks, and how many blocks each has.
-
-    Of a block of a hybrid model all matrices count as one, and all vectors: the engine builds no such blocks.
-    """
-    if not model.block_types:
-        runs = model.block_runs(start, blocks)
-        kinds = {moe: block_tensors(model, SPARSE_BLOCK if moe else DENSE_BLOCK) for moe, _ in runs}
-        return [(_by_kind(kinds[moe], tensor, expert), times) for moe, times in runs]
-    found = []
-    for block, times in architecture(model, tensor, expert).kinds(start, blocks):
-        stacked = (block.routed,) if block.routed else ()
-        matrices = (block.shared - block.vectors, *(() if expert > 1 else stacked))
-        found.append((Tensors(matrices, (block.vectors,), stacked if expert > 1 else ()), times))
-    return found
-
-
-def _ends(model: ModelSpec, tensor: int, *, first: bool, last: bool) -> tuple[Tensors, Tensors]:
-    """Return the tensors before and after the blocks; with a tied head, the last stage has a copy of the embedding."""
+    runs = []
+    for tensors, times in _blocks(model, 0, model.num_hidden_layers):
+        mlp = [each for each in tensors if each.name.startswith("mlp.")]
+        runs.append((BlockMatrices(sizes(each for each in tensors if each not in mlp), sizes(mlp)), times))
     opening, closing = end_tensors(model)
-    if not first:
-        opening = opening[:1] if last and model.tie_word_embeddings else ()
-    return _by_kind(opening, tensor, 1), _by_kind(closing if last else (), tensor, 1)
-
-
-def _by_kind(tensors: Iterable[EngineTensor], tensor: int, expert: int) -> Tensors:
-    kinds: tuple[list[int], ...] = ([], [], [], [])
-    for each in tensors:
-        apart = expert > 1 and each.experts > 0
-        kinds[2 * apart + (not each.is_matrix)].append(each.on_rank(tensor, expert))
-    return Tensors(*map(tuple, kinds))
+    return sizes(opening), tuple(runs), sizes(closing)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture
@@ -27,7 +27,7 @@ from scaletrain_cli.plan.speed.communication import (
 from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds, rates
 from scaletrain_cli.plan.speed.offload import activation_offload_seconds
 from scaletrain_cli.plan.speed.recompute import computes_logits_again, recompute_seconds, recomputed_forwards
-from scaletrain_cli.plan.stages import Stage, first_alike, local_tokens, rank_architecture, stage_shard
+from scaletrain_cli.plan.stages import Stage, first_alike, local_tokens, rank_architecture, stage_shard, stages_with
 from scaletrain_cli.plan.trained_stages import TrainedStage, trains_before_head
 from scaletrain_cli.spec import RunSpec
 
@@ -109,8 +109,7 @@ class _Parts:
 class StepSetting(NamedTuple):
     """The inputs of the times of all pipeline stages of a layout.
 
-    ``per_rank``: see ``rank_architecture``; ``blocks``: the number of blocks of each stage; ``trained``: the parameters
-    that train.
+    ``per_rank``: see ``rank_architecture``; ``stages``: all pipeline stages; ``trained``: the parameters that train.
     """
 
     spec: RunSpec
@@ -120,13 +119,13 @@ class StepSetting(NamedTuple):
     link: Link
     profile: FrameworkProfile
     per_rank: Architecture
-    blocks: tuple[int, ...]
+    stages: tuple[Stage, ...]
     trained: TrainedStage
 
 
 def step_setting(spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage) -> StepSetting:
     """Return the inputs of the stage times of a layout, with the rates of the device and the framework's profile."""
-    framework = framework_of(spec)
+    framework, model = framework_of(spec), spec.transformer
     profile = framework.profile_on(device)
     return StepSetting(
         spec,
@@ -136,18 +135,18 @@ def step_setting(spec: RunSpec, layout: Layout, device: Accelerator, trained: Tr
         cluster_link(spec.cluster, device),
         compiled_profile(profile) if layout.compile else profile,
         rank_architecture(spec, layout),
-        layout.pipeline_split or framework.blocks_by_stage(spec.transformer, layout.pipeline_parallel),
+        stages_with(model, layout.pipeline_split or framework.blocks_by_stage(model, layout.pipeline_parallel)),
         trained,
     )
 
 
-def stage_times(setting: StepSetting, stages: tuple[Stage, ...]) -> list[MicroBatchTime]:
-    """Return the time of one micro-batch on each of the pipeline ``stages``; equal ones have the same object."""
+def stage_times(setting: StepSetting) -> list[MicroBatchTime]:
+    """Return the time of one micro-batch on each pipeline stage; equal ones have the same object."""
     parts, model, trained = _parts(setting), setting.spec.transformer, setting.trained
     known: dict[object, MicroBatchTime] = {}
     found = []
     places_differ = bool(trained.runs) or model.has_pattern
-    for stage, first in zip(stages, first_alike(stages), strict=True):
+    for stage, first in zip(setting.stages, first_alike(setting.stages), strict=True):
         key: object = first
         if places_differ:
             runs = trained.blocks_of(model, stage)
@@ -156,18 +155,6 @@ def stage_times(setting: StepSetting, stages: tuple[Stage, ...]) -> list[MicroBa
             known[key] = _stage(setting, parts, stage)
         found.append(known[key])
     return found
-
-
-@lru_cache(maxsize=1024)
-def time_stages(per_rank: Architecture, blocks: tuple[int, ...]) -> tuple[Stage, ...]:
-    """Return the pipeline stages with these numbers of blocks."""
-    found, first = [], 0
-    for index, count in enumerate(blocks):
-        found.append(
-            Stage(index, count, per_rank.dense_blocks(first, count), index == 0, index == len(blocks) - 1, first)
-        )
-        first += count
-    return tuple(found)
 
 
 class StageSizes(NamedTuple):

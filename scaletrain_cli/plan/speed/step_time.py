@@ -34,7 +34,6 @@ from scaletrain_cli.plan.speed.stage_time import (
     stage_sizes,
     stage_times,
     step_setting,
-    time_stages,
 )
 from scaletrain_cli.plan.stages import Stage, zero_shards
 from scaletrain_cli.plan.trained_parameters import has_muon
@@ -121,7 +120,6 @@ class _MicroBatch(NamedTuple):
     """The pipeline stages of a layout, with the time of one micro-batch on each."""
 
     setting: StepSetting
-    held: tuple[Stage, ...]
     stages: list[MicroBatchTime]
 
 
@@ -153,8 +151,7 @@ def _micro_batches(
         # With a second copy of weights, only the first micro-batch gathers them over all ranks.
         if found is None or layout.zero_secondary_shard_size > 1:
             setting = step_setting(spec, layout, device, trained)
-            held = time_stages(setting.per_rank, setting.blocks)
-            found = _MicroBatch(setting, held, stage_times(setting, held))
+            found = _MicroBatch(setting, stage_times(setting))
         yield found._replace(setting=found.setting._replace(layout=layout))
 
 
@@ -164,7 +161,7 @@ def _step_of_stage(micro_batch: _MicroBatch) -> _StepOfStage:
     per_rank, trained = setting.per_rank, setting.trained
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # equal stages are the same object
-    for stage, held in zip(stages, micro_batch.held, strict=True):
+    for stage, held in zip(stages, setting.stages, strict=True):
         if id(stage) not in once:
             once[id(stage)] = _once_per_step(setting, stage, held)
     schedule = one_forward_one_backward(
@@ -228,13 +225,13 @@ def _step_time(micro_batch: _MicroBatch) -> tuple[Time, Network]:
         stall_probability=found.stall_chance,
         stall_seconds=found.stalled if found.stall_chance else 0.0,
     )
-    return time, Network(sent_bytes(spec, layout, micro_batch.held[found.place], found.sent))
+    return time, Network(sent_bytes(spec, layout, micro_batch.setting.stages[found.place], found.sent))
 
 
 def stage_bytes(spec: RunSpec, layout: Layout, device: Accelerator, position: int) -> PerStepBytes:
     """Return the bytes that a rank of pipeline stage ``position`` sends per step while the first parameters train."""
     setting = step_setting(spec, layout, device, trained_stages(spec)[0])
-    stage = time_stages(setting.per_rank, setting.blocks)[position]
+    stage = setting.stages[position]
     sizes = stage_sizes(setting, stage)
     data = data_traffic(spec, layout, setting.link, setting.profile, sizes.parameters, stage.blocks, sizes.trained)
     sent = data.sent + _beside_gradients(spec, layout, setting.link, stage, sizes.trained)[1]
