@@ -1,13 +1,13 @@
 """Exact parameter counts and FLOPs of a transformer: of the full model, or of the part that one rank holds."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from scaletrain_cli.plan.parameters import block_tensors, end_tensors
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.hybrid import DENSE_BLOCK, SPARSE_BLOCK, BlockParts, parts_of
+from scaletrain_cli.spec.hybrid import DENSE_BLOCK, SPARSE_BLOCK, BlockParts
 
 
 @dataclass(frozen=True)
@@ -38,37 +38,30 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Parameters of a transformer by part.
+    """Parameters of a transformer by part. ``embedding``: with positions and norm. ``head`` is 0 if it is tied to it.
 
-    ``table``: the token embedding; ``embedding``: with positions and norm. ``head`` is 0 if it is tied to the table.
-    Of the ``layers`` blocks ``dense_blocks(first, count)`` are ``dense_block``; the others are ``block``, which may
-    have experts. With ``pattern``, of a hybrid model, its blocks are repeated over the layers instead; ``block`` is
-    then the first of them with experts, if any has.
+    ``blocks``: the kinds of block that ``model`` has, by their parts.
     """
 
+    model: ModelSpec
     embedding: int
-    table: int
-    block: Block
-    dense_block: Block
-    layers: int
-    dense_blocks: Callable[[int, int], int]
+    blocks: Mapping[BlockParts, Block]
     final_norm: int
     head: int
-    pattern: tuple[Block, ...] = ()
 
     @property
     def parameters(self) -> int:
-        blocks = sum(times * block.parameters for block, times in self.kinds(0, self.layers))
+        blocks = sum(times * block.parameters for block, times in self.kinds(0, self.model.num_hidden_layers))
         return self.embedding + blocks + self.final_norm + self.head
 
-    def kinds(self, first: int, count: int) -> tuple[tuple[Block, int], ...]:
+    @property
+    def block(self) -> Block:
+        """The first kind of block with experts, or without any the first kind."""
+        return next((block for block in self.blocks.values() if block.experts), next(iter(self.blocks.values())))
+
+    def kinds(self, first: int, count: int) -> list[tuple[Block, int]]:
         """Return the ``count`` blocks from block ``first`` on, as (block, how many)."""
-        if self.pattern:
-            repeats, rest = divmod(count, len(self.pattern))
-            places = ((place - first) % len(self.pattern) for place in range(len(self.pattern)))
-            return tuple((block, repeats + (place < rest)) for block, place in zip(self.pattern, places, strict=True))
-        dense = self.dense_blocks(first, count)
-        return (self.dense_block, dense), (self.block, count - dense)
+        return [(self.blocks[parts], times) for parts, times in self.model.parts_between(first, count)]
 
 
 @lru_cache(maxsize=1024)
@@ -79,28 +72,14 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     Norms, biases of row-parallel layers, learned positions and the router are replicated on every tensor rank. If there
     are fewer key-value heads than tensor ranks, they are replicated too (Megatron-LM, arXiv:1909.08053, section 3).
     """
-
-    def of(parts: BlockParts) -> Block:
-        return _block(model, parts, tensor_parallel, expert_parallel)
-
-    pattern = tuple(of(parts_of(kind)) for kind in model.block_types)
-    if pattern:
-        dense, block = pattern[0], next((each for each in pattern if each.experts), pattern[0])
-    else:
-        dense = of(DENSE_BLOCK)
-        block = of(SPARSE_BLOCK) if model.num_experts else dense
     opening, closing = end_tensors(model)
-    sizes = [each.on_rank(tensor_parallel, 1) for each in opening]
+    kinds = model.parts_between(0, model.num_hidden_layers)
     return Architecture(
-        table=sizes[0],
-        embedding=sum(sizes),
-        block=block,
-        dense_block=dense,
-        layers=model.num_hidden_layers,
-        dense_blocks=model.dense_blocks,
+        model,
+        embedding=sum(each.on_rank(tensor_parallel, 1) for each in opening),
+        blocks={parts: _block(model, parts, tensor_parallel, expert_parallel) for parts, _ in kinds},
         final_norm=sum(each.elements for each in closing if not each.is_matrix),
         head=sum(each.on_rank(tensor_parallel, 1) for each in closing if each.is_matrix),
-        pattern=pattern,
     )
 
 

@@ -164,7 +164,7 @@ def stage_shard(per_rank: Architecture, stage: Stage, expert_share: float = 1.0)
     routed = per_rank.block.routed
     if expert_share != 1.0:
         routed = round(routed * expert_share)
-    largest = max((block.shared for block in per_rank.pattern if not block.experts), default=0)
+    largest = max((block.shared for block in per_rank.blocks.values() if not block.experts), default=0)
     return Shard(dense, (stage.blocks - stage.dense) * routed, max(largest, per_rank.block.shared + routed))
 
 
