@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from scaletrain_cli.plan.parameters import block_tensors, end_tensors
 from scaletrain_cli.spec import ModelSpec
@@ -36,7 +36,7 @@ class Block:
         return self.shared + self.routed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, so that it is a cheap cache key
 class Architecture:
     """Parameters of a transformer by part. ``embedding``: with positions and norm. ``head`` is 0 if it is tied to it.
 
@@ -54,7 +54,7 @@ class Architecture:
         blocks = sum(times * block.parameters for block, times in self.kinds(0, self.model.num_hidden_layers))
         return self.embedding + blocks + self.final_norm + self.head
 
-    @property
+    @cached_property
     def block(self) -> Block:
         """The first kind of block with experts, or without any the first kind."""
         return next((block for block in self.blocks.values() if block.experts), next(iter(self.blocks.values())))

@@ -148,6 +148,7 @@ def rank_architecture(spec: RunSpec, layout: Layout) -> Architecture:
     return architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
 
 
+@lru_cache(maxsize=4096)
 def stage_shard(per_rank: Architecture, stage: Stage, expert_share: float = 1.0) -> Shard:
     """Return the parameters on one rank of one stage.
 

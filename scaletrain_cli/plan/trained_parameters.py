@@ -82,8 +82,13 @@ def training_stages(spec: RunSpec) -> tuple[Stage, ...]:
 
     Raises UsageError with all problems of ``training.trainable``.
     """
-    check_what_trains(spec)
-    return _stages(_recipe(spec))
+    return _stages_of(SameObject(spec))
+
+
+@lru_cache(maxsize=16)
+def _stages_of(spec: SameObject[RunSpec]) -> tuple[Stage, ...]:
+    check_what_trains(spec.value)
+    return _stages(_recipe(spec.value))
 
 
 def stage_at(spec: RunSpec, step: int) -> Stage:
@@ -98,18 +103,22 @@ def trained_at(spec: RunSpec, step: int) -> Stage | None:
 
 def trained_ever(spec: RunSpec) -> frozenset[str]:
     """Return the names of the parameters that train at some step of the run."""
-    check_what_trains(spec)
-    return _trained_ever(_recipe(spec))
+    return _trained_ever(SameObject(training_stages(spec)))
 
 
 def trains_only_adapters(spec: RunSpec) -> bool:
     """Return True if no parameter of the model itself trains at any step of the run."""
-    return all(map(is_adapter_parameter, trained_ever(spec)))
+    return _trains_only_adapters(SameObject(training_stages(spec)))
 
 
-@lru_cache(maxsize=64)
-def _trained_ever(recipe: _Recipe) -> frozenset[str]:
-    return frozenset(name for stage in _stages(recipe) for name in stage.since)
+@lru_cache(maxsize=16)
+def _trains_only_adapters(stages: SameObject[tuple[Stage, ...]]) -> bool:
+    return all(map(is_adapter_parameter, _trained_ever(stages)))
+
+
+@lru_cache(maxsize=16)
+def _trained_ever(stages: SameObject[tuple[Stage, ...]]) -> frozenset[str]:
+    return frozenset(name for stage in stages.value for name in stage.since)
 
 
 def base_names(spec: RunSpec) -> frozenset[str]:
