@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe, show_fetch, verb_group
+from scaletrain_cli.cli.options import (
+    AsJson,
+    Overrides,
+    SpecPath,
+    describe,
+    require_replaceable,
+    show_fetch,
+    verb_group,
+)
 from scaletrain_cli.errors import ExitCode, SpecError, UsageError
 from scaletrain_cli.launch import engine_process
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, find_run, runs_root
-from scaletrain_cli.safe_files import can_be_replaced, replace_file
+from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.text import counted, visible, whole_text
 from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
@@ -166,8 +174,8 @@ def show(
             raise UsageError(Reason("data.requires-images", {"option": option}))
     if validation and step is not None:
         raise UsageError(Reason("data.validation-or-step"))
-    if png is not None and (png.is_dir() or not png.absolute().parent.is_dir()):
-        raise UsageError(Reason("data.report-place", {"file": str(png), "folder": str(png.absolute().parent)}))
+    if png is not None:
+        require_replaceable("--png", png)
     if step is None:
         for option, given in (("--rank", rank), ("--micro-batch", micro_batch)):
             if given is not None:
@@ -222,8 +230,8 @@ def stats(
     from scaletrain_cli.ui.data_page import page
     from scaletrain_cli.ui.data_report import show_report
 
-    if html is not None and not can_be_replaced(html):
-        raise UsageError(Reason("data.report-place", {"file": str(html), "folder": str(html.absolute().parent)}))
+    if html is not None:
+        require_replaceable("--html", html)
     if Path(target, "dataset.json").is_file():
         if overrides:
             raise UsageError(Reason("data.set-requires-spec", {"target": target}))

@@ -154,7 +154,7 @@ def _show(run: RunDir, record: RunRecord, line: CommandLine, before: NowReachabl
 
     output: Path | None = line.params.get("output") if line.verb == ("report",) else None
     if output is not None:
-        require_replaceable(output)
+        require_replaceable("--output", output)
     words = _words(run, line, output)
     lines, outputs = None, None
     if line.verb == ("events",) and _follows(line):

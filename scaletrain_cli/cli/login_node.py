@@ -260,7 +260,7 @@ def _forward_ports(node: LoginNode, line: CommandLine) -> int:
 def _report(node: LoginNode, line: CommandLine, newest: Sequence[str]) -> int:
     """Write the page on the login node, and copy it to the file that was named here; ``newest``: if no run is named."""
     output = line.params["output"]
-    require_replaceable(output)
+    require_replaceable("--output", output)
     page = f'"${{TMPDIR:-/tmp}}"/scaletrain-report-{os.urandom(8).hex()}.html'
     sweep = line.params.get("sweep")
     named = ["--sweep", shlex.quote(sweep)] if sweep else [*map(shlex.quote, line.params["runs"] or ()), *newest]

@@ -157,10 +157,11 @@ def confirm(question: str, yes: bool) -> None:
         raise DeclinedError("not confirmed. Nothing was done.")
 
 
-def require_replaceable(page: Path) -> None:
-    """Raise UsageError if the file of a report cannot be written, before anything is started."""
-    if not can_be_replaced(page):
-        raise UsageError(Reason("report.place", {"file": str(page), "folder": str(page.absolute().parent)}))
+def require_replaceable(option: str, file: Path) -> None:
+    """Raise UsageError if the file that an option names cannot be written, before anything is started."""
+    if not can_be_replaced(file):
+        where = {"option": option, "file": str(file), "folder": str(file.absolute().parent)}
+        raise UsageError(Reason("report.place", where))
 
 
 def _can_ask() -> bool:

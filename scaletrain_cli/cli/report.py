@@ -40,7 +40,7 @@ def command(
     if output is None and not as_json:
         raise UsageError(Reason("report.no-output"))
     if output is not None:
-        require_replaceable(output)
+        require_replaceable("--output", output)
     if runs and sweep is not None:
         raise UsageError(Reason("report.runs-or-sweep"))
     found: list[RunDir | Sweep] = [find_sweep(sweep)] if sweep is not None else [*map(find_run_or_sweep, runs or ())]

@@ -334,7 +334,6 @@ TEXTS: Texts = {
     "requires-step": ("{option} selects samples of a step", "Give --step"),
     "row-or-step": ("--row and --step cannot be used together", "Give one of them"),
     "set-requires-spec": ("--set changes a spec file, and {target} is none", "Remove --set"),
-    "report-place": ("--html {file}: is not a file, or there is no folder {folder}", "Give the name of a file"),
     "not-prepared": (
         "the data of this spec are not prepared below {root}, or have changed since",
         "Run `scaletrain data prepare`",

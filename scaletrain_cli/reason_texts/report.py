@@ -5,8 +5,8 @@ from scaletrain_cli.reasons import Texts
 TEXTS: Texts = {
     "no-output": ("the file of the report is missing", "Add -o report.html, or --json for the figures"),
     "place": (
-        "{file} cannot be written: it is not a file, or {folder} does not exist or cannot be written to",
-        "Give the name of a file in an existing folder: -o report.html",
+        "{option} {file} cannot be written: it is not a file, or {folder} does not exist or cannot be written to",
+        "Give the name of a file in an existing folder",
     ),
     "runs-or-sweep": ("names of runs and --sweep exclude each other", "`scaletrain list` shows the runs"),
     "one-sweep": ("{sweep} is a sweep, which is reported alone", "Name only the sweep, or name single runs to compare"),

@@ -76,7 +76,7 @@ def make_spec(*overrides: str, env: dict[str, str] | None = None, fake: dict[str
 def make_plan(spec: RunSpec) -> result.RunPlan:
     """Return a plan with placeholder figures."""
     stage = {field.name: 1 for field in fields(result.StageMemory)}
-    layout = {field.name: 1 for field in fields(result.Layout)}
+    layout = {field.name: 1 for field in fields(result.Layout) if field.default is MISSING}
     layout |= {  # type: ignore[dict-item]
         "world_size": spec.world_size,
         "activation_checkpointing": "none",
