@@ -260,9 +260,11 @@ def _planned(case: Case, micro_batch: int, checkpointing: str) -> RunPlan | None
     training = spec.training.model_copy(update={"micro_batch_size": micro_batch})
     other = spec.model_copy(update={"layout": spec.layout.model_copy(update=fixed), "training": training})
     try:
-        return make_plan(other)
+        plan = make_plan(other)
     except UsageError:
         return None
+    # With other blocks on a stage, its memory is not what was measured.
+    return plan if plan.layout.pipeline_split == layout.pipeline_split else None
 
 
 def _measured_peak(case: Case) -> float | None:

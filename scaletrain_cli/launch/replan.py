@@ -63,7 +63,7 @@ _PINS = (
 # The fields that decide how states are sharded over the ranks.
 _SHARDING = (
     *("data_parallel", "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "sequence_parallel"),
-    *("context_parallel", "expert_parallel", "zero_stage"),
+    *("context_parallel", "expert_parallel", "zero_stage", "pipeline_split"),
 )
 
 

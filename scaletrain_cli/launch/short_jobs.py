@@ -99,6 +99,7 @@ def fewest_nodes(spec: RunSpec) -> int:
 
 def _on_nodes(spec: RunSpec, nodes: int) -> list[str]:
     from scaletrain_cli.plan import make_plan
+    from scaletrain_cli.plan.frameworks.registry import framework_of
 
     layout = make_plan(spec).layout
     replica = layout.world_size // layout.data_parallel
@@ -116,6 +117,11 @@ def _on_nodes(spec: RunSpec, nodes: int) -> list[str]:
         "training.tokens": "null",
         "training.steps": spec.total_steps,
     }
+    if (
+        layout.pipeline_parallel > 1 and layout.virtual_pipeline == 1
+    ):  # memory may divide that of fewer nodes in another way
+        blocks = layout.pipeline_split or framework_of(spec).blocks_by_stage(spec.transformer, layout.pipeline_parallel)
+        changed |= {"layout.virtual_pipeline": 1, "layout.pipeline_split": list(blocks)}
     return [f"{key}={value}" for key, value in changed.items()]
 
 

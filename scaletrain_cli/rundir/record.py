@@ -203,7 +203,15 @@ def read_size_plans(run: RunDir, record: RunRecord) -> dict[int, RunPlan]:
         raise UsageError(f"{run.path} has no plans of its sizes {', '.join(map(str, record.sizes))}.")
     plans = _read(path, SIZES_SCHEMA)["plans"]
     with reporting_damage(path):
-        return {nodes: _plan_reader().validate_python(with_reasons(plans[str(nodes)])) for nodes in record.sizes}
+        return {nodes: _read_plan(plans[str(nodes)], record.spec) for nodes in record.sizes}
+
+
+def _read_plan(document: dict[str, Any], spec: RunSpec) -> RunPlan:
+    plan = _plan_reader().validate_python(with_reasons(document))
+    split = tuple(spec.layout.pipeline_split)
+    if plan.layout.pipeline_parallel == 1 or plan.layout.pipeline_split or not split:
+        return plan
+    return dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, pipeline_split=split))  # by version 0.2
 
 
 def _size_plans_path(run: RunDir, revision: int) -> Path:
@@ -363,7 +371,7 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
         return RunRecord(
             **vars(first),
             spec=spec,
-            plan=_plan_reader().validate_python(with_reasons(decided["plan"])),
+            plan=_read_plan(decided["plan"], spec),
             revision=revision,
             code=typed(CodeRecord | None, decided.get("code")),
             hub=typed(dict[str, str], decided.get("hub", {})),

@@ -86,7 +86,7 @@ def without_pydantic_plugins() -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[_PLUGINS_OFF]
+        os.environ.pop(_PLUGINS_OFF, None)
         if before is not None:
             os.environ[_PLUGINS_OFF] = before
 
@@ -143,9 +143,11 @@ def _checked_plugins(value: dict[str, Any], info: ValidationInfo) -> dict[str, A
         elif model is None:
             errors.append(InitErrorDetails(type="extra_forbidden", loc=(name,), input=given))
         else:
+            if not model.__pydantic_complete__:
+                with without_pydantic_plugins():
+                    model.model_rebuild(raise_errors=False)
             try:
-                with without_pydantic_plugins():  # its validator is built now
-                    found[name] = model.model_validate({} if given is None else given)
+                found[name] = model.model_validate({} if given is None else given)
             except ValidationError as error:
                 errors += [nested_error(name, detail) for detail in error.errors(include_url=False)]
     if errors:

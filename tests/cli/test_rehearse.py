@@ -105,6 +105,16 @@ def test_a_job_on_fewer_nodes_keeps_the_layout_of_a_replica() -> None:
     assert job.total_steps == spec.total_steps
 
 
+def test_a_job_on_fewer_nodes_keeps_the_blocks_of_each_stage_even_if_another_split_would_fit() -> None:
+    """Fewer replicas shard less of the optimizer: a split by memory would fit, but is not the run that is rehearsed."""
+    settings = ["layout.pipeline_parallel=4", "layout.tensor_parallel=2", "layout.zero_stage=1"]
+    spec = load_spec(PROJECT / "recipes/llama-7b-h100.yaml", [*settings, "cluster.nodes=4"])
+    whole, job = make_plan(spec).layout, rehearsal_spec(spec, Options(), 1)
+    assert whole.pipeline_split == ()
+    assert job.layout.pipeline_split == (8, 8, 8, 8)
+    assert make_plan(job).layout.pipeline_split == (8, 8, 8, 8)
+
+
 def test_the_document_is_restored_as_it_was_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     write_rehearsal(run, replace(FOUND, running="overfit", preempted_at=3))

@@ -1,5 +1,7 @@
 """A run that gets more steps, and a branch from its checkpoint, equal the run that had that length from the start."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +78,11 @@ def test_a_cool_down_branches_off_and_its_run_goes_on(dataset: Path, monkeypatch
     short.wait_for_end()
     monkeypatch.setenv(VARIABLE, slowed({1: 12}))
     main = submit_drill(dataset, **kept, training__schedule__name="constant", training__steps=20)
-    main.wait_for_step(11)
+    main.wait_for(lambda: [event for event in main.events("checkpoint") if event["step"] == 10])
     monkeypatch.delenv(VARIABLE)
+    ranks = main.rank_pids()
+    for pid in ranks:  # as a run whose steps take longer than the commands
+        os.kill(pid, signal.SIGSTOP)
     refused = scaletrain("resume", main.run.path, "--branch", "cooled", "--at", 7, "--yes")
     assert (refused.code, "there are those of steps 5, 10" in " ".join(refused.err.split())) == (2, True), refused.err
     sets = [word for key in ("name=wsd", "cooldown_steps=6") for word in ("--set", f"training.schedule.{key}")]
@@ -86,6 +91,8 @@ def test_a_cool_down_branches_off_and_its_run_goes_on(dataset: Path, monkeypatch
     assert branched.data["branch_of"] == {"run_id": main.run.run_id, "run_dir": str(main.run.path), "step": 10}
     assert branched.data["resize"]["schedule"]["same_past"] is True
     assert main.active(), "the main run goes on"
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
     cooled = Drill(RunDir(Path(branched.data["run_dir"])), main.scheduler)
     cooled.wait_for_end()
     main.wait_for_end()

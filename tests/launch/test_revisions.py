@@ -59,6 +59,17 @@ def test_the_record_of_an_attempt_is_its_revision(made: MadeRun, monkeypatch: py
     assert read_record_of(made.run, unnamed).spec.world_size == 1
 
 
+def test_a_plan_without_the_blocks_of_each_stage_has_those_of_the_spec(make_run: MakeRun) -> None:
+    """Version 0.2 recorded them in the spec alone, and a layout without them means another division."""
+    split = ("model.num_hidden_layers=4", "layout.pipeline_parallel=2", "layout.pipeline_split=[1,3]")
+    made = make_run(*split)
+    document = json.loads(made.run.record.read_text())
+    document["plan"]["layout"].pop("pipeline_split", None)
+    document["plan"]["layout"]["pipeline_parallel"] = 2
+    made.run.record.write_text(json.dumps(document))
+    assert read_record(made.run).plan.layout.pipeline_split == (1, 3)
+
+
 def test_after_a_withdrawn_revision_the_previous_one_counts(made: MadeRun) -> None:
     revise(made, "cluster.gpus_per_node=1")
     revise(made, "cluster.gpus_per_node=4")

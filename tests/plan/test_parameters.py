@@ -75,6 +75,13 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     assert ours == {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
 
 
+def test_experts_without_a_gate_have_the_biases_of_two_matrices() -> None:
+    model = model_of("mixtral-8x7b", **DIMENSIONS, **EXPERTS, gated_mlp=False, bias=True)
+    biases = [parameter for parameter in model_parameters(model) if parameter.name.endswith("bias")]
+    of_experts = sum(parameter.numel for parameter in biases if ".experts." in parameter.name)
+    assert of_experts == 2 * 4 * (40 + 16), "in two of three layers, four experts"
+
+
 @pytest.mark.parametrize("model", [*MODELS.values(), MIXTURE, *PLANNED_ONLY.values()])
 def test_the_parameters_add_up_to_the_architecture(model: ModelSpec) -> None:
     assert sum(parameter.numel for parameter in model_parameters(model)) == parameter_count(model)

@@ -201,8 +201,9 @@ def _findings(measures: Sequence[RankMeasures], expected: Expected) -> Iterator[
             )
     # The best link of each node: a healthy node is slow with a bad partner, but not with all partners.
     best = {one.rank: (one.node, max(one.links)) for one in measures if one.links}
-    for rank, (node, link) in best.items() if len(best) >= _FEWEST_TO_COMPARE else ():
-        if link < _SLOW_NODE * (usual := median(each for _, each in best.values())):
+    usual = median(link for _, link in best.values()) if len(best) >= _FEWEST_TO_COMPARE else 0.0
+    for rank, (node, link) in best.items():
+        if link < _SLOW_NODE * usual:
             reason = Reason("engine.network-slow", {"gbps": link / 1e9, "usual_gbps": usual / 1e9})
             yield PreflightFinding(rank, node, reason, keeps_off=True, costs_speed=True)
     for name in sorted({name for one in measures for name in one.versions}):

@@ -30,6 +30,8 @@ def suggestions(spec: RunSpec) -> list[Problem]:
     for key, value in _single_changes(spec):
         changed = _changed(spec, key, value)
         sized = smallest_memory(changed, device)
+        if not (sized and sized.memory.fits) and not spec.layout.pipeline_split:
+            changed, sized = next(splits_by_memory(changed, device), (changed, None))
         if sized and sized.memory.fits:
             found.append(_would_fit(changed, device, key, str(value), sized))
     if spec.layout.pipeline_split:
@@ -40,10 +42,9 @@ def suggestions(spec: RunSpec) -> list[Problem]:
     for key in ("layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"):
         relaxed = _changed(relaxed, key, "auto")
     least = smallest_memory(relaxed, device)
-    if not found and not (least and least.memory.fits):
-        _, least = next(splits_by_memory(relaxed, device), (relaxed, least))
-    if not found and least and least.memory.fits:
-        found.append(_would_fit(relaxed, device, "layout", describe(least.layout), least))
+    fitting = least if least and least.memory.fits else next(splits_by_memory(relaxed, device), (relaxed, None))[1]
+    if not found and fitting:
+        found.append(_would_fit(relaxed, device, "layout", describe(fitting.layout), fitting))
     found += _context_ranks(relaxed, device)
     found += _beyond_this_engine(relaxed, device)
     found += _fewest_gpus(relaxed, device)

@@ -266,6 +266,16 @@ def test_data_replaced_or_removed_are_named(s3: FaultyProxy, prepared: Path, att
         tokens.read(0, 10)
 
 
+def test_an_outage_ends_a_read_after_the_deadline(
+    s3: FaultyProxy, attached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = opened(attached, BlockCache(tmp_path / "cache", 1 << 30))["train"].tokens
+    monkeypatch.setenv(places.TIMEOUT, "0.5")
+    s3.fault = lambda request: "slow-down"
+    with pytest.raises(UnavailableError, match=r"train\.bin could not be accessed within"):
+        tokens.read(0, 10)
+
+
 def test_an_upload_that_was_stopped_is_continued_and_other_data_are_not_overwritten(
     s3: FaultyProxy, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

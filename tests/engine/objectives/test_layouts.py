@@ -7,7 +7,7 @@ from tests.engine.objectives.layouts import KINDS, LOSS, NORM, FineTuningRow, di
 CUT = [
     FineTuningRow("sft packed dropout", "zero1 sp2"),
     FineTuningRow("dpo by length dynamic", "zero1 pp2 sp2"),
-    FineTuningRow("sft experts", "zero1 sp2"),  # a sequence rank may have padding alone
+    FineTuningRow("sft packed experts", "zero1 sp2"),  # with a capacity, of which each sequence rank has a share
 ]
 
 

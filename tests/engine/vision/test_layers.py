@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from scaletrain_cli.engine.metrics import layer_measures
 from scaletrain_cli.engine.metrics.layer_measures import LayerMeasures
 from scaletrain_cli.engine.optim.optimizers import set_rates
 from scaletrain_cli.engine.parallel.mesh import build_mesh
-from scaletrain_cli.engine.process_group import RankConsensus
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.engine.stages import trained_at
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
+from tests.engine.alone import context_of
 from tests.engine.ranks import on_ranks
 from tests.engine.vision.runs import Row, conversations, global_batch, part, rows_of
 
@@ -37,11 +39,13 @@ def measured(family: str, *overrides: str) -> tuple[list[str], dict[str, dict[st
     layer_measures._FEWEST_ROWS = 1  # type: ignore[attr-defined]
     row = Row(family, 1, ranks=2, overrides=("training.gradient_clipping=0.01", "telemetry.layers_every=2", *overrides))
     spec, device = row.spec(), torch.device("cpu")
-    layout = make_plan(spec).layout
+    plan = make_plan(spec)
+    layout = plan.layout
     mesh = build_mesh(layout)
     composed = compose(spec, layout, mesh, device, trained=trained_at(spec, 1))
     stepper = build_stepper(composed, mesh, device, spec.training)
-    layers = LayerMeasures(spec, composed, mesh, RankConsensus(600.0), device, compiled=False, first_step=1)
+    context = context_of(None, SimpleNamespace(spec=spec, plan=plan), Ranks.from_environment(), RankConsensus(600.0))
+    layers = LayerMeasures(context, composed, mesh, first_step=1)
     found: Any = None
     for step in (1, 2):
         set_rates(composed.optimizer, step, 1e-3)
