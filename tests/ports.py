@@ -8,19 +8,27 @@ import socket
 _PORTS = iter(range(10_000, 17_000))
 
 
-def reserved_port() -> int:
+# Of the pods of a gang: of the ranks' rendezvous, the agents' rendezvous, and the run directory of pod 0.
+OF_A_GANG = 3
+
+
+def reserved_port(count: int = 1) -> int:
     """Return a port of this machine at which nothing listens, and which no other test gets while this process lives.
 
-    A name among the kernel's abstract sockets reserves it: unlike a bound port, it is in nobody's way.
+    ``count``: it is the first one of so many. A name among the kernel's abstract sockets reserves each: unlike a bound
+    port, it is in nobody's way.
     """
     for port in _PORTS:
-        claim = socket.socket(socket.AF_UNIX)
+        claims = [socket.socket(socket.AF_UNIX) for _ in range(count)]
         try:
-            claim.bind(f"\0scaletrain-tests-port-{port}")
-            socket.create_server(("", port)).close()
+            for each, claim in enumerate(claims, port):
+                claim.bind(f"\0scaletrain-tests-port-{each}")
+                socket.create_server(("", each)).close()
         except OSError:
-            claim.close()
+            for claim in claims:
+                claim.close()
         else:
-            claim.detach()  # open until this process ends
+            for claim in claims:
+                claim.detach()  # open until this process ends
             return port
     raise AssertionError("no port is left")

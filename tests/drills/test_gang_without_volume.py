@@ -28,7 +28,7 @@ from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import STEPS, Drill, assert_same_run, slowed, spec_text
 from tests.launch.backends.kubernetes.conftest import IMAGE
 from tests.launch.backends.kubernetes.test_rendered_pods import mount_documents, start_pod
-from tests.ports import reserved_port
+from tests.ports import OF_A_GANG, reserved_port
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -47,7 +47,10 @@ class Gang:
     pods: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self) -> None:
-        rendered, port = manifest(self.made.record, documents_for(self.made.run, self.made.record)), reserved_port()
+        rendered, port = (
+            manifest(self.made.record, documents_for(self.made.run, self.made.record)),
+            reserved_port(OF_A_GANG),
+        )
         for number in (0, 1):
             own = self.folder / f"pod-{number}"
             mount_documents(rendered, own)

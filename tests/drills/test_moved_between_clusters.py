@@ -24,7 +24,7 @@ from tests.launch.backends.kubernetes.conftest import IMAGE, api
 from tests.launch.backends.kubernetes.fake_api import FakeApi
 from tests.launch.backends.kubernetes.test_preparation import Controller
 from tests.launch.backends.kubernetes.test_rendered_pods import mount_documents, start_pod
-from tests.ports import reserved_port
+from tests.ports import OF_A_GANG, reserved_port
 from tests.slurm_cluster.cluster import DevCluster
 from tests.waiting import wait_until
 
@@ -96,7 +96,7 @@ def run_pods_until(step: int, api: FakeApi, folder: Path, run: RunDir) -> list[i
     (jobset,) = api.all("jobsets")
     made = Manifest(Workload(run.run_id, 1), (config_map, jobset))
     mount_documents(made, folder)
-    port, pods = reserved_port(), list[subprocess.Popen[str]]()
+    port, pods = reserved_port(OF_A_GANG), list[subprocess.Popen[str]]()
     try:
         pods += (start_pod(made, "jobset", number, folder, port, ENGINE_MODULE) for number in (0, 1))
         trained(run, step)

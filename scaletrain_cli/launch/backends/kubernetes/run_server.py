@@ -51,7 +51,7 @@ CONTROL = ("cancelled", "stop", "superseded.json")  # of the run: no further att
 
 
 class RunServer:
-    """Serves ``run`` at ``port`` in threads of this process, from its creation on. Raises OSError."""
+    """Serves ``run`` at ``port`` (0: a free one) in threads of this process, from its creation on. Raises OSError."""
 
     def __init__(self, run: RunDir, port: int, key: bytes) -> None:
         self.run, self.key = run, key
@@ -67,6 +67,7 @@ class RunServer:
         self._server.request_queue_size = 1024
         self._server.server_bind()
         self._server.server_activate()
+        self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_SECONDS,), name="run-server", daemon=True
         )

@@ -14,7 +14,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import documents_of
 from tests.forked import Forked, forking
 from tests.launch.conftest import ENGINE, MadeRun
-from tests.ports import reserved_port
+from tests.ports import OF_A_GANG, reserved_port
 from tests.waiting import wait_until
 
 WORKLOAD = "jobset/fake-s1"
@@ -45,7 +45,7 @@ class Gang:
     incarnation: int = 0
     workload: str = WORKLOAD
     pods: dict[int, Forked] = field(default_factory=dict)
-    port: int = field(default_factory=reserved_port)
+    port: int = field(default_factory=lambda: reserved_port(OF_A_GANG))
 
     def start(self, *numbers: int) -> Gang:
         """Start these pods; without numbers all of them."""

@@ -23,7 +23,7 @@ from tests.launch.backends.kubernetes.pods import put_documents
 from tests.launch.backends.kubernetes.rendering import BACKENDS, NEEDED, container_of
 from tests.launch.conftest import ENGINE, MakeRun
 from tests.launch.working_tree import WorkingTree
-from tests.ports import reserved_port
+from tests.ports import OF_A_GANG, reserved_port
 
 OPTIONS = (
     *NEEDED,
@@ -111,7 +111,7 @@ def mount_documents(made: Manifest, folder: Path) -> None:
 def run_pods(made: Manifest, backend: str, folder: Path, engine: str | None = None) -> list[str]:
     """Run both pods as start_pod() does, require exit code 0, and return the output of each."""
     mount_documents(made, folder)
-    port = reserved_port()
+    port = reserved_port(OF_A_GANG)
     pods = [start_pod(made, backend, number, folder, port, engine) for number in (0, 1)]
     output = [pod.communicate() if engine is None else pod.communicate()[0] for pod in pods]
     assert [pod.wait() for pod in pods] == [0, 0], output

@@ -25,7 +25,7 @@ from tests.launch.backends.kubernetes.test_rendered_pods import start_pod
 from tests.launch.backends.kubernetes.test_volume_of_the_pod import ALONE
 from tests.launch.conftest import MadeRun, MakeRun, make_spec
 from tests.mirror.conftest import MirroredRun
-from tests.ports import reserved_port
+from tests.ports import OF_A_GANG, reserved_port
 from tests.waiting import wait_until
 
 
@@ -49,7 +49,7 @@ class Kept:
         shutil.rmtree(self.folder / name / "documents", ignore_errors=True)
         shutil.copytree(self.documents(), self.folder / name / "documents")
         rendered = manifest(self.made.record, documents_for(self.made.run, self.made.record))
-        pod = start_pod(rendered, "jobset", 0, self.folder / name, reserved_port())
+        pod = start_pod(rendered, "jobset", 0, self.folder / name, reserved_port(OF_A_GANG))
         return pod, RunDir(self.folder / name / "volume" / self.made.run.run_id)
 
     def begin(self, name: str) -> tuple[MirroredRun, bool]:

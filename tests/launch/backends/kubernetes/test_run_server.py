@@ -46,14 +46,14 @@ class TwoPods:
 
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[TwoPods]:
-    first, second, port = RunDir(tmp_path / "0/run"), RunDir(tmp_path / "1/run"), reserved_port()
+    first, second = RunDir(tmp_path / "0/run"), RunDir(tmp_path / "1/run")
     for number in (1, 2):
         (first.attempt(number) / "nodes").mkdir(parents=True)
     (first.attempt(1) / "attempt.json").write_text("{}")
     second.path.mkdir(parents=True)
     open_attempt(first.checkpoints, 1)
-    with RunServer(first, port, KEY) as server:
-        yield TwoPods(first, second, server, RemoteRun(second, "127.0.0.1", port, 1, KEY))
+    with RunServer(first, 0, KEY) as server:
+        yield TwoPods(first, second, server, RemoteRun(second, "127.0.0.1", server.port, 1, KEY))
 
 
 def test_rank_0_commits_what_a_rank_of_another_pod_has_sent_and_each_part_can_be_read(pods: TwoPods) -> None:

@@ -20,7 +20,7 @@ from tests.launch.backends.kubernetes.pods import put_documents
 from tests.launch.backends.kubernetes.rendering import container_of, template_of
 from tests.launch.backends.kubernetes.test_rendered_pods import start_pod
 from tests.launch.conftest import MadeRun, MakeRun, make_spec
-from tests.ports import reserved_port
+from tests.ports import OF_A_GANG, reserved_port
 from tests.waiting import wait_until
 
 ALONE = (
@@ -98,7 +98,7 @@ def run_pod(made: MadeRun, folder: Path) -> RunDir:
     """Run the pod once, with a new volume; return its run directory."""
     documents = documents_for(made.run, made.record)
     put_documents(documents, folder / "documents")
-    pod = start_pod(manifest(made.record, documents), "jobset", 0, folder, reserved_port())
+    pod = start_pod(manifest(made.record, documents), "jobset", 0, folder, reserved_port(OF_A_GANG))
     output = pod.communicate()
     assert pod.wait() == 0, output
     return RunDir(folder / "volume" / made.run.run_id)
