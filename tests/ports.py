@@ -6,8 +6,6 @@ import socket
 
 # Below the kernel's ephemeral ports, those of a launcher (launch/node/ranks.py) and those of the Slurm clusters here.
 _PORTS = iter(range(10_000, 17_000))
-
-
 # Of the pods of a gang: of the ranks' rendezvous, the agents' rendezvous, and the run directory of pod 0.
 OF_A_GANG = 3
 
@@ -15,8 +13,8 @@ OF_A_GANG = 3
 def reserved_port(count: int = 1) -> int:
     """Return a port of this machine at which nothing listens, and which no other test gets while this process lives.
 
-    ``count``: it is the first one of so many. A name among the kernel's abstract sockets reserves each: unlike a bound
-    port, it is in nobody's way.
+    ``count``: the number of consecutive ports that are reserved, of which the first is returned. A name among the
+    kernel's abstract sockets reserves each: unlike a bound port, it is in nobody's way.
     """
     for port in _PORTS:
         claims = [socket.socket(socket.AF_UNIX) for _ in range(count)]

@@ -27,17 +27,6 @@ _LARGEST_PART = 16 << 20
 logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def _logged(path: Path) -> Iterator[None]:
-    """Log that pod 0 does not take a file, which must not keep the others from it."""
-    try:
-        yield
-    except ConnectionError:
-        raise
-    except OSError as error:
-        logger.warning("%s is not sent to pod 0: %s", path.name, error)
-
-
 class RunSync:
     """A thread that exchanges the records of an attempt and later ones. ``remote``: the directory of pod 0."""
 
@@ -87,8 +76,10 @@ class RunSync:
         for changed in (*map(self._changed, self._paths(*_SENT)), *of_nodes):
             if changed is not None:
                 path, state, content = changed
-                with _logged(path):
+                try:
                     self._remote.replace(path, content)
+                except PermissionError as error:  # a name that pod 0 does not take; others, as of a full disk, may pass
+                    logger.warning("%s is not sent to pod 0: %s", path.name, error)
                 self._same[self._name(path)] = state
 
     def _send_growth(self, path: Path) -> None:

@@ -171,6 +171,22 @@ def test_records_and_marks_are_the_same_in_both_pods(pods: TwoPods) -> None:
     assert [event["event"] for event in read_events(pods.first)] == ["started", "signal"]
 
 
+def test_a_record_that_did_not_fit_on_the_disk_of_pod_0_is_sent_again(
+    pods: TwoPods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pods.sync() as sync:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{RunServer.__module__}.replace_file", full)
+            write_node_record(pods.second, 1, NodeRecord("node-0001-b", "b", 1, 1, 1, 1.0))
+            sync._exchange()
+            assert read_node_records(pods.first, 1) == []
+        sync._exchange()
+        assert [node.name for node in read_node_records(pods.first, 1)] == ["b"]
+
+
 def test_what_came_before_the_end_of_a_node_is_there_when_pod_0_sees_it(
     pods: TwoPods, monkeypatch: pytest.MonkeyPatch
 ) -> None:
