@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.cli import login_node
 from scaletrain_cli.cli.elsewhere import run_on_login_node
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.login_node import ssh
@@ -38,8 +39,9 @@ def test_every_verb_is_sent_to_where_its_run_is(monkeypatch: pytest.MonkeyPatch)
     file.write_text("clusters: {site: {host: login.site, scheduler: local}}")
     remember(SentRun("away-1", "site", 1.0))
     scripts: list[str] = []
-    monkeypatch.setattr(ssh, "run_interactively", lambda node, script, **_: scripts.append(script) or 7)
-    monkeypatch.setattr(ssh, "output_of", lambda *_: "")
+    for module in (ssh, login_node):  # the names that the verbs use were bound when it was imported
+        monkeypatch.setattr(module, "run_interactively", lambda node, script, **_: scripts.append(script) or 7)
+        monkeypatch.setattr(module, "output_of", lambda *_: "")
     codes = {words: run_on_login_node([*words, "away", *MORE.get(words, [])]) for words in EVERY}
     assert codes == dict.fromkeys(EVERY, 7)
     lost = [words for words, script in zip(EVERY, scripts, strict=True) if " ".join((*words, "away")) not in script]
