@@ -1,4 +1,4 @@
-"""Reasons as data: a stable code with its parameters; the English of every code stands once, in reason_texts/.
+"""Reasons as data: a stable code with its parameters; the English of every code stands once, in a table of its package.
 
 Code decides by ``Reason.code`` and ``Reason.params`` alone, and never by a sentence. A sentence is made at the border:
 in a screen of ``ui``, in an error, or in a log line.
@@ -42,7 +42,9 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
+# Where the table of texts stands: in reason_texts/, except those that stand beside the code that makes the reasons.
 _TEXTS = "scaletrain_cli.reason_texts"
+BESIDE_CODE = {"diagnosis": "scaletrain_cli.diagnosis.checks"}
 _DEEPEST = 20  # causes of causes; a record that a fault or another user wrote may nest without end
 # Raised by a template whose parameters are absent or of another type, as in a record of another version.
 _UNFIT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -140,7 +142,7 @@ def register_texts(table: str, texts: Mapping[str, Text]) -> None:
     """Add the texts of another package, for the codes ``<table>.<key>``. Raises ValueError for a table of this one."""
     from importlib.util import find_spec
 
-    if table == "recorded" or find_spec(f"{_TEXTS}.{table}") is not None:
+    if table in ("recorded", *BESIDE_CODE) or find_spec(f"{_TEXTS}.{table}") is not None:
         raise ValueError(f"the table {table!r} of reasons belongs to ScaleTrain; use the name of your package")
     _TABLES[table] = texts
 
@@ -174,7 +176,7 @@ def _table(name: str) -> Mapping[str, Text | str | tuple[str, ...]]:
         if not name.isidentifier() or name.startswith("_"):  # the code is that of a record, and may be any text
             return {}
         try:
-            module = importlib.import_module(f"{_TEXTS}.{name}")
+            module = importlib.import_module(BESIDE_CODE.get(name, f"{_TEXTS}.{name}"))
         except ModuleNotFoundError:
             return {}
         _TABLES[name] = module.TEXTS

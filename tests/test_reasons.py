@@ -6,6 +6,7 @@ import importlib
 import json
 import pkgutil
 import re
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -13,10 +14,15 @@ import pytest
 
 from scaletrain_cli import reason_texts
 from scaletrain_cli.launch.replan import may_change
-from scaletrain_cli.reasons import Reason, Text, Texts, entry_of, reason_from, recorded, register_texts
+from scaletrain_cli.reasons import BESIDE_CODE, Reason, Text, Texts, entry_of, reason_from, recorded, register_texts
 from tests.cli.every_command import ALL, CONNECTIONS
 
-TABLES = sorted(module.name for module in pkgutil.iter_modules(reason_texts.__path__))
+TABLES = sorted([*BESIDE_CODE, *(module.name for module in pkgutil.iter_modules(reason_texts.__path__))])
+
+
+def texts_of(table: str) -> Texts:
+    texts: Texts = importlib.import_module(BESIDE_CODE.get(table, f"scaletrain_cli.reason_texts.{table}")).TEXTS
+    return texts
 
 
 def test_the_text_of_a_reason_has_formatted_parameters() -> None:
@@ -60,9 +66,8 @@ def test_a_recorded_sentence_without_a_code_is_shown() -> None:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_codes_are_hyphenated_words_and_templates_parse(table: str) -> None:
-    texts: Texts = importlib.import_module(f"scaletrain_cli.reason_texts.{table}").TEXTS
-    assert texts
-    for key in texts:
+    assert texts_of(table)
+    for key in texts_of(table):
         entry = entry_of(f"{table}.{key}")
         assert key == key.lower().replace("_", "-").replace(" ", "-"), key
         for template in (entry.text, *entry.remedies):
@@ -70,8 +75,16 @@ def test_codes_are_hyphenated_words_and_templates_parse(table: str) -> None:
         assert not entry.text.endswith("."), f"{key}: without a full stop"
 
 
+def test_every_code_in_the_source_has_a_text() -> None:
+    code = re.compile(r'\b(?:Reason|cause)\(\s*"([a-z]+)\.([a-z0-9-]+)"')
+    sources = Path(reason_texts.__file__).parents[1].rglob("*.py")
+    used = {match.groups() for path in sources for match in code.finditer(path.read_text(encoding="utf-8"))}
+    assert len(used) > 100
+    assert [(table, key) for table, key in sorted(used) if table != "recorded" and key not in texts_of(table)] == []
+
+
 def test_texts_of_another_package_cannot_replace_built_in_texts() -> None:
-    for table in ("launch", "recorded"):
+    for table in ("launch", "recorded", "diagnosis"):
         with pytest.raises(ValueError, match="belongs to ScaleTrain"):
             register_texts(table, {})
 
@@ -98,8 +111,7 @@ def _commands() -> list[tuple[str, list[str], str]]:
     """Return (code, words of the verb, the rest) of every command that a text advises."""
     commands = []
     for table in TABLES:
-        texts: Texts = importlib.import_module(f"scaletrain_cli.reason_texts.{table}").TEXTS
-        for key in texts:
+        for key in texts_of(table):
             for template in entry_of(f"{table}.{key}").remedies:
                 found = _COMMAND.finditer(template)
                 commands += [(f"{table}.{key}", match[1].split(), match[2]) for match in found]

@@ -4,14 +4,14 @@ import math
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from scaletrain_cli.diagnosis.curves import median, noise, smoothed
-from scaletrain_cli.diagnosis.findings import Cause, Change
+from scaletrain_cli.diagnosis.findings import Cause, Change, Finding
 from scaletrain_cli.diagnosis.history import History, read_history
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
@@ -199,6 +199,29 @@ class Case:
     def events_named(self, *names: str) -> Iterator[Mapping[str, Any]]:
         """Yield the events with these names, oldest first."""
         return (event for event in self.events if event.get("event") in names)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: ``findings`` yields what is wrong with a run.
+
+    ``of_engine``: it judges settings, plans or records of the built-in engine, which a program of the user's need not
+    follow. ``explains``: by the code of a finding of this check, those of symptoms that are left out beside it.
+    """
+
+    findings: Callable[[Case], Iterator[Finding]]
+    of_engine: bool
+    explains: Mapping[str, tuple[str, ...]]
+
+    def __call__(self, case: Case) -> Iterator[Finding]:
+        return self.findings(case)
+
+
+def check(
+    *, of_engine: bool = False, explains: Mapping[str, tuple[str, ...]] | None = None
+) -> Callable[[Callable[[Case], Iterator[Finding]]], Check]:
+    """Make a check of a function, which checks.py finds in the modules of its ``THEMES``."""
+    return lambda findings: Check(findings, of_engine, explains or {})
 
 
 def place_of(key: str, spec_lines: Mapping[str, str]) -> str:

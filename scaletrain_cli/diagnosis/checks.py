@@ -1,6 +1,6 @@
-"""All checks of a run, in one table, and the diagnosis that they make together."""
+"""All checks of a run, found in the modules of their themes, and the diagnosis that they make together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,96 +16,43 @@ from scaletrain_cli.diagnosis import (
     targets,
     utilization,
 )
-from scaletrain_cli.diagnosis.case import Case, read_case
+from scaletrain_cli.diagnosis.case import Case, Check, read_case
 from scaletrain_cli.diagnosis.findings import Finding
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, Texts
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, is_elsewhere
 from scaletrain_cli.spec import ModelSpec
 
-Check = Callable[[Case], Iterator[Finding]]
-CHECKS: tuple[Check, ...] = (
-    loss.not_finite,
-    loss.diverging,
-    learning_rate.too_high,
-    learning_rate.warm_up_too_short,
-    learning_rate.too_low,
-    loss.first_loss,
-    loss.rising,
-    loss.flat,
-    loss.oscillating,
-    loss.swinging,
-    loss.spiking,
-    targets.targets_visible,
-    targets.order_not_learned,
-    targets.repeated_passages,
-    targets.stairs,
-    targets.many_epochs,
-    data.overfitting,
-    data.validation_above_training,
-    data.underfitting,
-    data.source_stands_still,
-    gradients.dead_gradients,
-    gradients.loss_scale,
-    gradients.norm_trend,
-    gradients.norm_spikes,
-    gradients.always_clipped,
-    gradients.dead_layers,
-    gradients.exploding_layers,
-    gradients.update_ratio,
-    hardware.gpu_errors,
-    hardware.memory_short,
-    hardware.cpu_throttled,
-    utilization.throttled,
-    speed.slow_rank,
-    utilization.slow_work,
-    speed.data_wait,
-    speed.slower_than_plan,
-    speed.slowing_down,
-    utilization.communication,
-    utilization.host_bound,
-    utilization.small_micro_batches,
-    utilization.needless_recomputation,
-    utilization.low_utilization,
-    learning_rate.batch_too_large,
-    memory.nearly_full,
-    memory.growing,
-    memory.above_plan,
-    durability.restarts,
-    durability.hangs,
-    durability.corruption,
-    durability.slow_saves,
-    durability.interval,
-    durability.mirror,
-)
-# Checks of settings, plans and records of the built-in engine, which a program of the user's need not follow.
-_OF_THE_ENGINE: tuple[Check, ...] = (
-    *(learning_rate.too_high, learning_rate.warm_up_too_short, learning_rate.too_low),
-    *(gradients.loss_scale, gradients.always_clipped, speed.slower_than_plan, memory.above_plan),
-    *(durability.slow_saves, durability.interval, learning_rate.batch_too_large, loss.swinging),
-    *(utilization.small_micro_batches, utilization.needless_recomputation),
-)
-_OF_A_HIGH_RATE = ("diagnosis.loss-spikes", "diagnosis.gradient-norm-spikes", "diagnosis.loss-swings")
-# Symptoms that a finding explains; they are left out beside it.
-_EXPLAINS = {
-    "diagnosis.learning-rate-too-high": (*_OF_A_HIGH_RATE, "diagnosis.order-not-learned", "diagnosis.underfitting"),
-    "diagnosis.warm-up-too-short": _OF_A_HIGH_RATE,
-    "diagnosis.learning-rate-too-low": ("diagnosis.loss-flat", "diagnosis.underfitting"),
-    "diagnosis.gradients-dead": ("diagnosis.loss-flat", "diagnosis.gradient-vanishes", "diagnosis.layer-dead"),
-    "diagnosis.overfitting": ("diagnosis.validation-far-above", "diagnosis.data-repeated", "diagnosis.loss-stairs"),
-    "diagnosis.validation-far-above": ("diagnosis.loss-stairs",),
-    "diagnosis.data-duplicated": ("diagnosis.targets-visible", "diagnosis.loss-stairs"),
-    "diagnosis.data-repeated": ("diagnosis.loss-stairs",),
-    "diagnosis.loss-falls-at-resume": ("diagnosis.loss-spikes", "diagnosis.loss-rising"),
-    "diagnosis.order-not-learned": ("diagnosis.underfitting",),
-    "diagnosis.loss-flat": ("diagnosis.underfitting",),
-    "diagnosis.loss-oscillating": ("diagnosis.loss-swings",),
-    "diagnosis.loss-above-start": ("diagnosis.loss-rising", "diagnosis.loss-flat", "diagnosis.loss-swings"),
-    "diagnosis.data-wait": ("diagnosis.utilization-low",),
-    "diagnosis.communication-bound": ("diagnosis.utilization-low",),
-    "diagnosis.host-bound": ("diagnosis.utilization-low",),
-    "diagnosis.loss-above-uninformed": ("diagnosis.loss-flat",),
+# In the order of findings of the same severity and confidence: causes before what they cause.
+THEMES = (learning_rate, loss, targets, data, gradients, hardware, speed, utilization, memory, durability)
+CHECKS = [
+    found
+    for theme in THEMES
+    for found in vars(theme).values()
+    if isinstance(found, Check) and found.findings.__module__ == theme.__name__
+]
+TEXTS: Texts = {
+    "check-failed": "{check}: the record has a form that this version does not know",
+    "few-steps": "{steps:of step} measured; the loss is judged from {needed} on",
+    "sampled": "{read:whole} of {last:of step} were read; what lasts a few steps is known from events of the guard "
+    "only",
+    "not-from-scratch": "the first loss and the learning rate: those of a new model do not apply to given weights, "
+    "adapters and preference pairs",
+    "not-text": "the first loss: it is that of equal outputs for new language models only",
+    "no-validation": "overfitting: no validation has been measured",
+    "on-cpu": "the step time beside the plan: planned times are rough for CPUs",
+    "rate-needs-trial": "whether another learning rate would be better, as long as the loss falls: that needs a trial",
+    "elsewhere": "the run directory is on a volume of the cluster that is not mounted here; run `scaletrain diagnose "
+    "{run}` in a pod that mounts it",
+    "no-telemetry": "utilization and clocks of GPUs, time in communication and on the host, other ranks' memory: "
+    "there is no telemetry",
+    "no-gpu-telemetry": "utilization, clocks and errors of GPUs: the telemetry has none",
+    "no-layers": "dead and exploding layers: norms by layer were not measured",
+    "no-noise-scale": "whether the batch is too large: the gradient noise scale was not measured",
+    "no-dataset": "labels shifted twice, duplicates and epochs: no prepared text of one source is here",
 }
+for _theme in THEMES:
+    TEXTS |= _theme.TEXTS
 _FEWEST_STEPS = 32
 
 
@@ -149,14 +96,15 @@ def diagnose(run_id: str, case: Case) -> Diagnosis:
     found: list[Finding] = []
     failed: list[Reason] = []
     for check in CHECKS:
-        if check in _OF_THE_ENGINE and case.spec.code.own_program:
+        if check.of_engine and case.spec.code.own_program:
             continue
         try:
             found += check(case)
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):  # a damaged or foreign record
-            failed.append(Reason("diagnosis.check-failed", {"check": f"{check.__module__.rpartition('.')[2]}"}))
+            failed.append(Reason("diagnosis.check-failed", {"check": check.findings.__module__.rpartition(".")[2]}))
     # A finding is left out if another one that is as severe explains it.
-    explained = [(code, other.rank[0]) for other in found for code in _EXPLAINS.get(other.code, ())]
+    explains = {f"diagnosis.{code}": symptoms for check in CHECKS for code, symptoms in check.explains.items()}
+    explained = [(f"diagnosis.{code}", other.rank[0]) for other in found for code in explains.get(other.code, ())]
     kept = [each for each in found if not any(each.code == code and rank <= each.rank[0] for code, rank in explained)]
     kept.sort(key=lambda each: each.rank)
     return Diagnosis(run_id, case.history.last_step, len(case.history), tuple(kept), (*failed, *_not_concluded(case)))

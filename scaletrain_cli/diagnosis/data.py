@@ -3,12 +3,33 @@
 import math
 from collections.abc import Iterator
 
-from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.case import Case, check
 from scaletrain_cli.diagnosis.curves import fall_of, median, noise
 from scaletrain_cli.diagnosis.findings import Finding
 from scaletrain_cli.diagnosis.history import SOURCE_LOSS
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, Texts
 from scaletrain_cli.spec import ModelSpec
+
+TEXTS: Texts = {
+    "overfitting": "the model overfits: the validation loss rose to {now:.3f} at step {step:whole} from {best:.3f} at "
+    "step {best_step:whole}, while the training loss fell to {training:.3f}",
+    "source-stands-still": "{source:source} is not learned: its loss is {now:.3f}, {early:.3f} before, while that of "
+    "another source fell by {others:percent}",
+    "validation-far-above": "the validation loss of {validation:.3f} at step {step:whole} is {gap:.3f} above the "
+    "training loss of {training:.3f}",
+    "underfitting": "the model underfits: training ({training:.3f}) and validation ({validation:.3f}) stand close to "
+    "each other at step {step:whole}, not far below the {reference:.3f} of a model without context",
+    "cause-other-validation-data": "the validation data are of another kind than the training data",
+    "cause-much-regularization": "the weight decay of {decay:g} holds the weights near zero",
+    "cause-small-model": "the model is too small for the data",
+    "cause-keep-best": "the best checkpoint may be deleted as newer ones are saved",
+    "cause-learned-source": "{source:source} has been learned; more of it teaches little",
+    "cause-little-data": "the data are few for this model, and are repeated",
+    "cause-little-regularization": "little regularization",
+    "cause-random-source": "{source:source} cannot be predicted: damaged text, another encoding, or random data",
+    "cause-rare-source": "{source:source} is too rare in the batches",
+    "cause-trained-too-long": "training went on after step {step:whole}, when the validation was best",
+}
 
 _FEWEST_VALIDATIONS = 4
 _GAP_SHARE, _GAP_NATS = 0.5, 0.5
@@ -27,6 +48,7 @@ _LEARNS = 0.05
 _SHARE_OF_OTHERS = 0.25
 
 
+@check(explains={"overfitting": ("validation-far-above", "data-repeated", "loss-stairs")})
 def overfitting(case: Case) -> Iterator[Finding]:
     """Yield a warning if the validation loss has risen from its best value while the training loss fell.
 
@@ -69,6 +91,7 @@ def overfitting(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.overfitting", evidence), "warning", "high", causes)
 
 
+@check(explains={"validation-far-above": ("loss-stairs",)})
 def validation_above_training(case: Case) -> Iterator[Finding]:
     """Yield a warning if the last three validations are above the training loss by half of it and half a nat.
 
@@ -97,6 +120,7 @@ def validation_above_training(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.validation-far-above", evidence), "warning", "medium", causes)
 
 
+@check()
 def underfitting(case: Case) -> Iterator[Finding]:
     """Yield a warning if training and validation both stand high, close to each other, after half of the steps.
 
@@ -133,6 +157,7 @@ def underfitting(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.underfitting", evidence), "warning", "low", causes)
 
 
+@check()
 def source_stands_still(case: Case) -> Iterator[Finding]:
     """Yield a warning for each source whose loss has hardly fallen while that of another has.
 

@@ -5,11 +5,42 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.case import Case, check
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
 from scaletrain_cli.diagnosis.speed import recent_steps_seconds
-from scaletrain_cli.reasons import Reason, reason_from
+from scaletrain_cli.reasons import Reason, Texts, reason_from
+
+TEXTS: Texts = {
+    "hung": "attempt {attempt} hung: {hang}",
+    "state-corrupted": "silent corruption in attempt {attempt}: {corruption}",
+    "restarts": "{restarts:of restart} took {share:percent} of the time: lost work {lost_work:seconds}, set-up "
+    "{set_up:seconds}, waiting {idle:seconds}",
+    "mirror-failing": "checkpoints are not copied to the mirror {to}, whose newest one is of step {step:whole}",
+    "mirror-behind": "step {waiting:whole} waits for {lag:seconds} for the mirror {to}, whose newest checkpoint is of "
+    "step {step:whole}",
+    "saves-slow": "a checkpoint takes {seconds:seconds}, planned are {planned:seconds}; it blocks training for "
+    "{blocked:seconds}, {share:percent} of the time",
+    "saves-block": "checkpoints block training for {share:percent} of the time: {blocked:seconds} every "
+    "{interval:seconds}",
+    "checkpoint-interval": "checkpoints every {steps:.0f} steps cost {excess:percent} of the time more than every "
+    "{best:whole} would, with {losses:seconds} between interruptions",
+    "cause-ends": "attempts ended: {reason}, {times:of time}; `scaletrain explain` has the evidence",
+    "cause-frequent-saves": "checkpoints are more frequent than interruptions need",
+    "cause-long-interval": "checkpoints are too rare for these interruptions",
+    "cause-long-set-up": "an attempt takes long until its first step: start of processes, loading, compilation",
+    "cause-mirror-fails": "{cause}",
+    "cause-mirror-slow": "the bandwidth to the mirror is less than a checkpoint needs in its interval",
+    "cause-mirror-often": "each checkpoint is copied; with fewer the mirror keeps up",
+    "cause-queue": "the job waits in the queue between attempts",
+    "cause-rare-saves": "work since the last checkpoint is lost at each interruption",
+    "cause-short-interval": "checkpoints are too frequent for these interruptions",
+    "cause-slow-checkpoint-storage": "the storage wrote {bytes:bytes} in {seconds:seconds}",
+    "cause-corrupting-node": "the memory or the device of the node of rank {ranks:list}: an event in its log "
+    "(`dmesg`, `nvidia-smi -q`), or a test of the device, shows which",
+    "cause-hung-rank": "what the rank does instead: see its stacks in attempts/{attempt:04d}/stacks",
+    "cause-synchronous-saves": "training waits until a checkpoint is written",
+}
 
 _FEWEST_SAVES = 3
 _SLOWER = 1.5
@@ -21,6 +52,56 @@ _SHORT_RUN_SECONDS = 600.0
 _MIRROR_LAG_SECONDS, _MIRROR_INTERVALS = 600.0, 3
 
 
+@check()
+def restarts(case: Case) -> Iterator[Finding]:
+    """Yield a finding if restarts take over 10 % of the time, and 3 % more than planned.
+
+    Restarts: set-up of all attempts but the first, lost work and the time between attempts. In a run of less than ten
+    minutes one restart is a large share: a note.
+    """
+    goodput, ended = case.goodput, list(case.events_named("attempt-ended"))
+    again = max(0, len({event.get("attempt") for event in case.events_named("started", "resumed")}) - 1)
+    if goodput is None or goodput.wall <= 0 or not again:
+        return
+    set_up = goodput.restore * again / (again + 1)
+    lost = goodput.lost_work + goodput.idle + set_up
+    share, planned = lost / goodput.wall, 1 - case.plan.durability.expected_goodput
+    if share <= _LARGE_SHARE or share <= planned + _SHARE:
+        return
+    reasons = Counter(str(event.get("reason")) for event in ended if event.get("reason") not in (None, "done"))
+    why, times = reasons.most_common(1)[0] if reasons else ("unknown", 0)
+    parts = {"lost_work": goodput.lost_work, "set_up": set_up, "idle": goodput.idle}
+    first = case.cause("diagnosis.cause-ends", reason=why, times=times)
+    by_part = {
+        "lost_work": case.cause("diagnosis.cause-rare-saves", "checkpoint.every", "auto"),
+        "set_up": case.cause("diagnosis.cause-long-set-up"),
+        "idle": case.cause("diagnosis.cause-queue"),
+    }
+    second = by_part[max(parts, key=parts.__getitem__)]
+    evidence = {"share": share, "restarts": again, **parts}
+    serious = goodput.wall > _SHORT_RUN_SECONDS
+    yield Finding(Reason("diagnosis.restarts", evidence), warning_if(serious), "high", (first, second))
+
+
+@check()
+def hangs(case: Case) -> Iterator[Finding]:
+    """Yield a warning with the latest hang, as the launcher found it from the ranks of all nodes."""
+    *_, last = [None, *case.events_named("hang")]
+    if last is not None and "code" in last:
+        why = Reason("diagnosis.hung", {"attempt": last["attempt"], "hang": reason_from(last)})
+        yield Finding(why, "warning", "high", (case.cause("diagnosis.cause-hung-rank", attempt=last["attempt"]),))
+
+
+@check()
+def corruption(case: Case) -> Iterator[Finding]:
+    """Yield an error with the latest corruption of the state of a rank."""
+    *_, last = [None, *case.events_named("corruption")]
+    if last is not None:
+        why = Reason("diagnosis.state-corrupted", {"attempt": last["attempt"], "corruption": reason_from(last)})
+        yield Finding(why, "error", "high", (case.cause("diagnosis.cause-corrupting-node", ranks=last["ranks"]),))
+
+
+@check(of_engine=True)
 def slow_saves(case: Case) -> Iterator[Finding]:
     """Yield a finding if checkpoints take over 1.5 times as long as planned, and a second longer.
 
@@ -55,6 +136,7 @@ def slow_saves(case: Case) -> Iterator[Finding]:
     yield Finding(code, warning_if(serious), "high", causes)
 
 
+@check(of_engine=True)
 def interval(case: Case) -> Iterator[Finding]:
     """Yield a finding if another checkpoint interval would save over 1 % of the time: a warning from 3 %.
 
@@ -85,52 +167,7 @@ def interval(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.checkpoint-interval", evidence), warning_if(serious), "medium", (cause,))
 
 
-def restarts(case: Case) -> Iterator[Finding]:
-    """Yield a finding if restarts take over 10 % of the time, and 3 % more than planned.
-
-    Restarts: set-up of all attempts but the first, lost work and the time between attempts. In a run of less than ten
-    minutes one restart is a large share: a note.
-    """
-    goodput, ended = case.goodput, list(case.events_named("attempt-ended"))
-    again = max(0, len({event.get("attempt") for event in case.events_named("started", "resumed")}) - 1)
-    if goodput is None or goodput.wall <= 0 or not again:
-        return
-    set_up = goodput.restore * again / (again + 1)
-    lost = goodput.lost_work + goodput.idle + set_up
-    share, planned = lost / goodput.wall, 1 - case.plan.durability.expected_goodput
-    if share <= _LARGE_SHARE or share <= planned + _SHARE:
-        return
-    reasons = Counter(str(event.get("reason")) for event in ended if event.get("reason") not in (None, "done"))
-    why, times = reasons.most_common(1)[0] if reasons else ("unknown", 0)
-    parts = {"lost_work": goodput.lost_work, "set_up": set_up, "idle": goodput.idle}
-    first = case.cause("diagnosis.cause-ends", reason=why, times=times)
-    by_part = {
-        "lost_work": case.cause("diagnosis.cause-rare-saves", "checkpoint.every", "auto"),
-        "set_up": case.cause("diagnosis.cause-long-set-up"),
-        "idle": case.cause("diagnosis.cause-queue"),
-    }
-    second = by_part[max(parts, key=parts.__getitem__)]
-    evidence = {"share": share, "restarts": again, **parts}
-    serious = goodput.wall > _SHORT_RUN_SECONDS
-    yield Finding(Reason("diagnosis.restarts", evidence), warning_if(serious), "high", (first, second))
-
-
-def hangs(case: Case) -> Iterator[Finding]:
-    """Yield a warning with the latest hang, as the launcher found it from the ranks of all nodes."""
-    *_, last = [None, *case.events_named("hang")]
-    if last is not None and "code" in last:
-        why = Reason("diagnosis.hung", {"attempt": last["attempt"], "hang": reason_from(last)})
-        yield Finding(why, "warning", "high", (case.cause("diagnosis.cause-hung-rank", attempt=last["attempt"]),))
-
-
-def corruption(case: Case) -> Iterator[Finding]:
-    """Yield an error with the latest corruption of the state of a rank."""
-    *_, last = [None, *case.events_named("corruption")]
-    if last is not None:
-        why = Reason("diagnosis.state-corrupted", {"attempt": last["attempt"], "corruption": reason_from(last)})
-        yield Finding(why, "error", "high", (case.cause("diagnosis.cause-corrupting-node", ranks=last["ranks"]),))
-
-
+@check()
 def mirror(case: Case) -> Iterator[Finding]:
     """Yield a finding if the mirror fails, or if it is more than three checkpoints and ten minutes behind."""
     state = case.mirror

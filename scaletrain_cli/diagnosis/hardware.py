@@ -8,13 +8,37 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scaletrain_cli.diagnosis.case import Case, grown, share, worst
+from scaletrain_cli.diagnosis.case import Case, check, grown, level, levels, share, worst
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Finding, warning_if
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, Texts
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.telemetry.run import Telemetry, read_telemetry
 from scaletrain_cli.telemetry.series import Series
+
+TEXTS: Texts = {
+    "gpu-hot": "GPU {gpu} lowers its clock for heat in {share:percent} of the time: {celsius:.0f} °C, {clock:.3g} of "
+    "{highest:.3g} Hz",
+    "gpu-slowed-by-hardware": "GPU {gpu} is slowed by its hardware in {share:percent} of the time: {celsius:.0f} °C, "
+    "{watts:.0f} W, {clock:.3g} of {highest:.3g} Hz",
+    "gpu-slow-clock": "the clock of GPU {gpu} is {share:percent} below that of the others: {clock:.3g} Hz, "
+    "{celsius:.0f} °C, {watts:.0f} W",
+    "gpu-at-power-limit": "GPU {gpu} is at its limit of power in {share:percent} of the time: {watts:.0f} W, "
+    "{clock:.3g} of {highest:.3g} Hz",
+    "gpu-errors": "GPU {gpu} had {errors:of error} of memory that its ECC could not correct",
+    "pcie-replays": "GPU {gpu} sent {replays:of packet} again over PCIe in {seconds:seconds}",
+    "cpu-throttled": "the CPU quota of its cgroup stops the processes of {node} in {share:percent} of the time",
+    "node-memory-short": "{node} is short of memory: {available:bytes} of {total:bytes} are available",
+    "cause-cooling": "the cooling of GPU {gpu} or of its rack does not suffice",
+    "cause-power-supply": "power supply or cooling of GPU {gpu}: an external brake, or a temperature limit",
+    "cause-clock-limit": "a clock was set on GPU {gpu}, or it is worn or in another slot",
+    "cause-power-limit": "usual at full load; the limit of power sets the speed",
+    "cause-failing-gpu": "GPU {gpu} is failing: drain its node, and have it tested",
+    "cause-pcie-link": "a bad riser, cable or slot of GPU {gpu}",
+    "cause-cpu-quota": "the job asked for fewer CPUs than it uses (CPU limit of the container or of the job)",
+    "cause-many-workers": "too many reader processes for this node",
+    "cause-host-memory": "offloaded states and pinned buffers fill the host's memory",
+}
 
 _NEWEST_ROWS = 20  # per subject: about the last minute
 STEP_PARTS = ("forward_seconds", "backward_seconds", "optimizer_seconds", "communication_seconds", "data_wait_seconds")
@@ -129,8 +153,13 @@ def _spread(values: Iterable[tuple[str, float | None]]) -> Spread | None:
 _THROTTLED, _MUCH_THROTTLED = 0.05, 0.2
 _LEAST_AVAILABLE = 0.05
 _REPLAYS_PER_HOUR = 100.0
+_HEAT_SHARE = 0.05
+_HARDWARE_SHARE = 0.01
+_POWER_SHARE = 0.5
+_SLOW_CLOCK = 0.85
 
 
+@check()
 def gpu_errors(case: Case) -> Iterator[Finding]:
     """Yield a warning for each GPU with memory errors that its ECC could not correct since the attempt began.
 
@@ -151,25 +180,7 @@ def gpu_errors(case: Case) -> Iterator[Finding]:
             yield Finding(Reason("diagnosis.pcie-replays", evidence), "note", "high", causes)
 
 
-def cpu_throttled(case: Case) -> Iterator[Finding]:
-    """Yield a finding if the limit of its cgroup stops the processes of a node for over 5 % of the time.
-
-    A warning from 20 % on: counted by the kernel, as the share of periods in which the quota was used up. The use of
-    its cores is not known where the control groups of version 1 do not count the CPU time of the same processes.
-    """
-    found = worst({node: share(case, series, "cpu_throttled") for node, series in case.telemetry.nodes.items()})
-    if found is None or found[1] <= _THROTTLED:
-        return
-    node, part = found
-    busy = share(case, case.telemetry.nodes[node], "cpu_utilization")
-    evidence = {"node": node, "share": part, "utilization": busy}
-    causes = (
-        case.cause("diagnosis.cause-cpu-quota", "cluster"),
-        case.cause("diagnosis.cause-many-workers", "data.loader.workers"),
-    )
-    yield Finding(Reason("diagnosis.cpu-throttled", evidence), warning_if(part > _MUCH_THROTTLED), "high", causes)
-
-
+@check()
 def memory_short(case: Case) -> Iterator[Finding]:
     """Yield a warning if less than 5 % of the memory of a node is available: the kernel then swaps, or kills a process.
 
@@ -191,3 +202,66 @@ def memory_short(case: Case) -> Iterator[Finding]:
         )
         yield Finding(Reason("diagnosis.node-memory-short", evidence), "warning", "high", causes)
         return
+
+
+@check()
+def cpu_throttled(case: Case) -> Iterator[Finding]:
+    """Yield a finding if the limit of its cgroup stops the processes of a node for over 5 % of the time.
+
+    A warning from 20 % on: counted by the kernel, as the share of periods in which the quota was used up. The use of
+    its cores is not known where the control groups of version 1 do not count the CPU time of the same processes.
+    """
+    found = worst({node: share(case, series, "cpu_throttled") for node, series in case.telemetry.nodes.items()})
+    if found is None or found[1] <= _THROTTLED:
+        return
+    node, part = found
+    busy = share(case, case.telemetry.nodes[node], "cpu_utilization")
+    evidence = {"node": node, "share": part, "utilization": busy}
+    causes = (
+        case.cause("diagnosis.cause-cpu-quota", "cluster"),
+        case.cause("diagnosis.cause-many-workers", "data.loader.workers"),
+    )
+    yield Finding(Reason("diagnosis.cpu-throttled", evidence), warning_if(part > _MUCH_THROTTLED), "high", causes)
+
+
+@check()
+def throttled(case: Case) -> Iterator[Finding]:
+    """Yield a finding if a GPU lowers its clock: for heat in over 5 % of the time, or by its hardware in over 1 %.
+
+    The limit of power is usual at full load, hence a note, unless the clock is below 85 % of that of the other GPUs.
+    """
+    gpus = case.telemetry.gpus
+    hot = worst({gpu: share(case, series, "throttled_by_heat") for gpu, series in gpus.items()})
+    if hot is not None and hot[1] > _HEAT_SHARE:
+        gpu, evidence = hot[0], _of_gpu(case, *hot)
+        cooling = case.cause("diagnosis.cause-cooling", gpu=gpu)
+        yield Finding(Reason("diagnosis.gpu-hot", evidence), "warning", "high", (cooling,))
+        return
+    slowed = worst({gpu: share(case, series, "throttled_by_hardware") for gpu, series in gpus.items()})
+    if slowed is not None and slowed[1] > _HARDWARE_SHARE:
+        gpu, evidence = slowed[0], _of_gpu(case, *slowed)
+        power = case.cause("diagnosis.cause-power-supply", gpu=gpu)
+        yield Finding(Reason("diagnosis.gpu-slowed-by-hardware", evidence), "warning", "high", (power,))
+        return
+    clocks = levels(case, gpus, "sm_clock_hertz")
+    if len(clocks) > 1:
+        gpu = min(clocks, key=clocks.__getitem__)
+        others = median([clock for other, clock in clocks.items() if other != gpu])
+        if clocks[gpu] < _SLOW_CLOCK * others:
+            evidence = _of_gpu(case, gpu, 1 - clocks[gpu] / others)
+            clock = case.cause("diagnosis.cause-clock-limit", gpu=gpu)
+            yield Finding(Reason("diagnosis.gpu-slow-clock", evidence), "warning", "high", (clock,))
+            return
+    limited = worst({gpu: share(case, series, "throttled_by_power") for gpu, series in gpus.items()})
+    if limited is not None and limited[1] > _POWER_SHARE:
+        usual = case.cause("diagnosis.cause-power-limit")
+        evidence = _of_gpu(case, *limited)
+        yield Finding(Reason("diagnosis.gpu-at-power-limit", evidence), "note", "high", (usual,))
+
+
+def _of_gpu(case: Case, gpu: str, part: float) -> dict[str, Any]:
+    """Return the evidence about a GPU: ``part`` is a share of time, or of its clock."""
+    series = case.telemetry.gpus[gpu]
+    names = {"clock": "sm_clock_hertz", "highest": "sm_clock_max_hertz"}
+    names |= {"celsius": "temperature_celsius", "watts": "power_watts"}
+    return {"gpu": gpu, "share": part, **{name: level(case, series, column) or 0.0 for name, column in names.items()}}

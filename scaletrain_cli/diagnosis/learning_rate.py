@@ -8,12 +8,30 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from scaletrain_cli.diagnosis.case import FEWEST, Case, recent
+from scaletrain_cli.diagnosis.case import FEWEST, Case, check, recent
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Finding, warning_if
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, Texts
 from scaletrain_cli.spec import ModelSpec
 
+TEXTS: Texts = {
+    "learning-rate-too-high": "the learning rate is too high: from step {step:whole} on, at a rate of {rate:.2g}, the "
+    "loss rose to {peak:.3f}, above its start of {start:.3f}; the peak rate is {lr:.2g}",
+    "warm-up-too-short": "the warm-up of {steps:of step} is too short: from step {step:whole} on the loss rose to "
+    "{peak:.3f}, above its start of {start:.3f}, and came back",
+    "learning-rate-too-low": "the learning rate of {lr:.2g} is too low: in {steps:of step} no weight can have moved "
+    "by more than {share:percent} of the spread of the first weights; the loss fell from {start:.3f} to {now:.3f}",
+    "batch-too-large": "the global batch of {batch:whole} is {times:.3g} times the gradient noise scale of "
+    "{scale:.3g}: training needs more samples than with smaller batches",
+    "cause-rate-too-high": "the learning rate ({lr:.2g}) is too high",
+    "cause-rate-too-low": "the learning rate ({lr:.2g}) is too low",
+    "cause-short-warm-up": "the warm-up ({steps:of step}) is too short",
+    "cause-large-batch": "the batch averages gradients that agree already; smaller ones need fewer samples",
+    "cause-rate-for-batch": "the learning rate ({lr:.2g}) does not use the batch: larger batches bear larger rates",
+    "cause-few-steps": "{steps:of step} are too few to learn",
+}
+
+_OF_A_HIGH_RATE = ("loss-spikes", "gradient-norm-spikes", "loss-swings")
 _RISE_SHARE = 0.05
 _RISE_NOISES = 4.0
 _RISE_STEPS = 5  # measured steps in a row; fewer are a spike
@@ -34,6 +52,7 @@ class _Rise(NamedTuple):
     recovered: bool
 
 
+@check(of_engine=True, explains={"learning-rate-too-high": (*_OF_A_HIGH_RATE, "order-not-learned", "underfitting")})
 def too_high(case: Case) -> Iterator[Finding]:
     """Yield a warning if the loss rose above its start while the learning rate was still rising, or never came back.
 
@@ -53,6 +72,7 @@ def too_high(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.learning-rate-too-high", evidence), "warning", "medium", causes)
 
 
+@check(of_engine=True, explains={"warm-up-too-short": _OF_A_HIGH_RATE})
 def warm_up_too_short(case: Case) -> Iterator[Finding]:
     """Yield a warning if the loss rose above its start right after a short warm-up, and came back.
 
@@ -70,6 +90,7 @@ def warm_up_too_short(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.warm-up-too-short", evidence), "warning", "medium", causes)
 
 
+@check(of_engine=True, explains={"learning-rate-too-low": ("loss-flat", "underfitting")})
 def too_low(case: Case) -> Iterator[Finding]:
     """Yield a warning if the rates of the whole run cannot move a new model, and its loss has hardly fallen.
 
@@ -109,6 +130,7 @@ def too_low(case: Case) -> Iterator[Finding]:
         yield Finding(code, "warning", "medium", (cause, few))
 
 
+@check(of_engine=True)
 def batch_too_large(case: Case) -> Iterator[Finding]:
     """Yield a finding if the global batch is over five times the gradient noise scale: a warning from twenty times.
 

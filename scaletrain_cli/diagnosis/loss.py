@@ -4,11 +4,42 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scaletrain_cli.diagnosis.case import Case, Curve
+from scaletrain_cli.diagnosis.case import Case, Curve, check
 from scaletrain_cli.diagnosis.curves import autocorrelation, deviation, median, residuals, spikes, swing, theil_sen
 from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity, warning_if
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, Texts
 from scaletrain_cli.spec import ModelSpec
+
+TEXTS: Texts = {
+    "first-loss-high": "the first loss is {loss:.3f}, above the {expected:.3f} of equal outputs (ln {vocab_size}; at "
+    "most {high:.2f} is usual)",
+    "first-loss-low": "the first loss is {loss:.3f}, below the {expected:.3f} of equal outputs (ln {vocab_size}), "
+    "which a new model cannot reach",
+    "loss-above-start": "the loss diverges: {now:.3f} at step {step:whole}, {start:.3f} at the start",
+    "loss-above-uninformed": "the loss is {now:.3f} at step {step:whole}, above the {uninformed:.3f} of equal outputs",
+    "loss-rising": "the loss rises: {now:.3f} at step {step:whole}, {best:.3f} around step {best_step:whole}",
+    "loss-flat": "the loss does not fall: {start:.3f} at the start, {now:.3f} after {steps:of step}",
+    "loss-oscillating": "the loss alternates by {band:.3g} around {now:.3f}: neighboring steps have a correlation of "
+    "{correlation:.2f}",
+    "loss-spikes": "{count:of spike} of the loss; the largest at step {step:whole}: {peak:.3f} from a level of "
+    "{level:.3f}; {rollbacks:of rollback}",
+    "not-finite": "a loss or gradient was NaN or infinite at step {step:whole} ({count:of time}); gradient norm "
+    "before: {norm:.3g}, usually {usual_norm:.3g}",
+    "loss-swings": "the loss swings by {band:.3g} around {now:.3f}, with a period of {period:of step}: the "
+    "correlation is {correlation:.2f} after half of it",
+    "cause-much-momentum": "gradients of many steps add up (momentum or beta1 {beta:g})",
+    "cause-alternating-data": "batches of two kinds alternate in the data",
+    "cause-bad-batch": "unusual samples around step {step:whole}; `scaletrain data show` prints a batch",
+    "cause-changed-data": "other data came later, or the data are damaged",
+    "cause-fp16-overflow": "fp16 overflows at 65,504; bf16 has the range of fp32",
+    "cause-no-gradient": "hardly any gradient reaches the weights (norm {norm:.3g})",
+    "cause-nothing-to-learn": "the targets do not follow from the inputs: wrong labels or random data",
+    "cause-slow-second-moment": "Adam's beta2 of {beta:g} follows larger gradients slowly (arXiv:2304.13013)",
+    "cause-small-vocabulary": "the data use a part of the vocabulary, or the weights are not new",
+    "cause-targets-of-other-tokens": "the loss counts padding, or another tokenizer's tokens",
+    "cause-visible-targets": "targets are visible in the inputs, or few distinct tokens occur",
+    "cause-wide-weights": "the first weights are too large: initializer_range {given:g}, usually {usual:g}",
+}
 
 _FIRST_LOSS_SHARE = 0.1
 _USUAL_DEVIATION = 0.02
@@ -24,6 +55,81 @@ _RETURN_STEPS = 50
 _MANY_SPIKES = 0.01
 
 
+@check()
+def not_finite(case: Case) -> Iterator[Finding]:
+    """Yield an error if a loss or a gradient was NaN or infinite, as the guard or the program of the user recorded it.
+
+    A warning once steps have followed it.
+    Ranked by what came before: a gradient norm that rose tenfold speaks for the learning rate, fp16 for overflow, and a
+    normal norm for one bad batch (seeds 000 and 004).
+    """
+    events = [event for event in case.events_named("rolled-back") if event.get("cause") == "nan"]
+    events += [event for event in case.events_named("attempt-ended") if event.get("reason") == "nan"]
+    last, logged = case.history.last_step, case.history.not_finite
+    found = [last + 1 if (step := _step_of(event)) is None else step for event in events]
+    if not found and not logged:
+        return
+    # The newest one; of a loss that has been so ever since, the first.
+    since = next((step for step in logged if step > last), None)
+    step = max(found) if found else logged[-1] if since is None else since
+    steps, norms = case.history.known("grad_norm")
+    earlier = [norm for at, norm in zip(steps, norms, strict=True) if at < step]
+    usual, before = (median(earlier), max(earlier[-5:])) if earlier else (0.0, 0.0)
+    evidence = {"step": step, "count": len(found) or len(logged), "norm": before, "usual_norm": usual}
+    high = case.rate_too_high(case.lower_rate)
+    batch = case.cause("diagnosis.cause-bad-batch", "data", step=step)
+    half = case.cause("diagnosis.cause-fp16-overflow", "training.precision", "bf16")
+    grows = usual > 0 and before > 10 * usual
+    ranked = [high, batch] if grows else [batch, high]
+    if case.spec.training.precision == "fp16":
+        ranked.insert(0, half)
+    severity: Severity = "warning" if last >= step else "error"
+    yield Finding(Reason("diagnosis.not-finite", evidence), severity, "high", tuple(ranked))
+
+
+def first_loss_band(model: ModelSpec) -> tuple[float, float]:
+    """Return the lowest and the highest first loss of a new language model, in nats (see ``first_loss``)."""
+    expected = math.log(model.vocab_size)
+    spread = model.hidden_size * _USUAL_DEVIATION**2 / 2
+    return (1 - _FIRST_LOSS_SHARE) * expected, (1 + _FIRST_LOSS_SHARE) * expected + spread
+
+
+def high_first_loss(case: Case, model: ModelSpec) -> tuple[Cause, Cause]:
+    """Return the causes of a first loss above the band: wide weights, and targets of other tokens."""
+    spread = {"given": model.initializer_range, "usual": _USUAL_DEVIATION}
+    wide = case.cause("diagnosis.cause-wide-weights", "model.initializer_range", _USUAL_DEVIATION, **spread)
+    return wide, case.cause("diagnosis.cause-targets-of-other-tokens", "data.tokenizer")
+
+
+def low_first_loss(case: Case) -> tuple[Cause, Cause]:
+    """Return the causes of a first loss below the band."""
+    visible = case.cause("diagnosis.cause-visible-targets", "data")
+    return visible, case.cause("diagnosis.cause-small-vocabulary", "model.vocab_size")
+
+
+@check(
+    explains={"loss-above-start": ("loss-rising", "loss-flat", "loss-swings"), "loss-above-uninformed": ("loss-flat",)}
+)
+def diverging(case: Case) -> Iterator[Finding]:
+    """Yield an error if the last measured steps (up to 50) are above the start, or above equal outputs.
+
+    "Above" is by two standard deviations of a step, which are more than six of a median of 16, and by 2 %: a healthy
+    loss ends below its start.
+    """
+    curve = case.curve
+    if curve is None or case.changes_while_training:
+        return
+    margin = _margin(curve, curve.start)
+    uninformed = case.uninformed_loss
+    evidence: dict[str, Any] = {"now": curve.now, "start": curve.start, "step": curve.steps[-1], "noise": curve.noise}
+    if curve.now > curve.start + margin:
+        yield Finding(Reason("diagnosis.loss-above-start", evidence), "error", "high", _too_high(case))
+    elif uninformed is not None and curve.now > uninformed + margin and curve.steps[-1] >= _after_warm_up(case):
+        evidence |= {"uninformed": uninformed}
+        yield Finding(Reason("diagnosis.loss-above-uninformed", evidence), "error", "high", _too_high(case))
+
+
+@check()
 def first_loss(case: Case) -> Iterator[Finding]:
     """Yield a warning if the first loss of a new language model is not ln V.
 
@@ -48,45 +154,7 @@ def first_loss(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.first-loss-low", evidence), "warning", "high", low_first_loss(case))
 
 
-def first_loss_band(model: ModelSpec) -> tuple[float, float]:
-    """Return the lowest and the highest first loss of a new language model, in nats (see ``first_loss``)."""
-    expected = math.log(model.vocab_size)
-    spread = model.hidden_size * _USUAL_DEVIATION**2 / 2
-    return (1 - _FIRST_LOSS_SHARE) * expected, (1 + _FIRST_LOSS_SHARE) * expected + spread
-
-
-def high_first_loss(case: Case, model: ModelSpec) -> tuple[Cause, Cause]:
-    """Return the causes of a first loss above the band: wide weights, and targets of other tokens."""
-    spread = {"given": model.initializer_range, "usual": _USUAL_DEVIATION}
-    wide = case.cause("diagnosis.cause-wide-weights", "model.initializer_range", _USUAL_DEVIATION, **spread)
-    return wide, case.cause("diagnosis.cause-targets-of-other-tokens", "data.tokenizer")
-
-
-def low_first_loss(case: Case) -> tuple[Cause, Cause]:
-    """Return the causes of a first loss below the band."""
-    visible = case.cause("diagnosis.cause-visible-targets", "data")
-    return visible, case.cause("diagnosis.cause-small-vocabulary", "model.vocab_size")
-
-
-def diverging(case: Case) -> Iterator[Finding]:
-    """Yield an error if the last measured steps (up to 50) are above the start, or above equal outputs.
-
-    "Above" is by two standard deviations of a step, which are more than six of a median of 16, and by 2 %: a healthy
-    loss ends below its start.
-    """
-    curve = case.curve
-    if curve is None or case.changes_while_training:
-        return
-    margin = _margin(curve, curve.start)
-    uninformed = case.uninformed_loss
-    evidence: dict[str, Any] = {"now": curve.now, "start": curve.start, "step": curve.steps[-1], "noise": curve.noise}
-    if curve.now > curve.start + margin:
-        yield Finding(Reason("diagnosis.loss-above-start", evidence), "error", "high", _too_high(case))
-    elif uninformed is not None and curve.now > uninformed + margin and curve.steps[-1] >= _after_warm_up(case):
-        evidence |= {"uninformed": uninformed}
-        yield Finding(Reason("diagnosis.loss-above-uninformed", evidence), "error", "high", _too_high(case))
-
-
+@check()
 def rising(case: Case) -> Iterator[Finding]:
     """Yield a warning if the loss has risen from its best level, and has not come back for 50 measured steps.
 
@@ -111,6 +179,7 @@ def rising(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.loss-rising", evidence), "warning", "medium", _too_high(case))
 
 
+@check(explains={"loss-flat": ("underfitting",)})
 def flat(case: Case) -> Iterator[Finding]:
     """Yield a warning if the loss of a new model has not fallen 100 steps after the warm-up.
 
@@ -142,6 +211,7 @@ def flat(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.loss-flat", evidence), "warning", "medium", ranked)
 
 
+@check(explains={"loss-oscillating": ("loss-swings",)})
 def oscillating(case: Case) -> Iterator[Finding]:
     """Yield a warning if neighbors of the last half alternate around the trend, by at least 5 % of the loss.
 
@@ -159,6 +229,7 @@ def oscillating(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.loss-oscillating", evidence), "warning", "medium", causes)
 
 
+@check(of_engine=True)
 def swinging(case: Case) -> Iterator[Finding]:
     """Yield a warning if the last half of the loss swings around its trend: up and down over several steps, in periods.
 
@@ -186,6 +257,7 @@ def swinging(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.loss-swings", evidence), "warning", "medium", tuple(causes))
 
 
+@check()
 def spiking(case: Case) -> Iterator[Finding]:
     """Yield a note about spikes of the loss, or a warning if one has not returned in 50 steps or there are many.
 
@@ -223,37 +295,6 @@ def spiking(case: Case) -> Iterator[Finding]:
     causes = unstable if many or stays else (bad_batch, high)
     serious = stays or many or bool(recorded)
     yield Finding(Reason("diagnosis.loss-spikes", evidence), warning_if(serious), "high", causes)
-
-
-def not_finite(case: Case) -> Iterator[Finding]:
-    """Yield an error if a loss or a gradient was NaN or infinite, as the guard or the program of the user recorded it.
-
-    A warning once steps have followed it.
-    Ranked by what came before: a gradient norm that rose tenfold speaks for the learning rate, fp16 for overflow, and a
-    normal norm for one bad batch (seeds 000 and 004).
-    """
-    events = [event for event in case.events_named("rolled-back") if event.get("cause") == "nan"]
-    events += [event for event in case.events_named("attempt-ended") if event.get("reason") == "nan"]
-    last, logged = case.history.last_step, case.history.not_finite
-    found = [last + 1 if (step := _step_of(event)) is None else step for event in events]
-    if not found and not logged:
-        return
-    # The newest one; of a loss that has been so ever since, the first.
-    since = next((step for step in logged if step > last), None)
-    step = max(found) if found else logged[-1] if since is None else since
-    steps, norms = case.history.known("grad_norm")
-    earlier = [norm for at, norm in zip(steps, norms, strict=True) if at < step]
-    usual, before = (median(earlier), max(earlier[-5:])) if earlier else (0.0, 0.0)
-    evidence = {"step": step, "count": len(found) or len(logged), "norm": before, "usual_norm": usual}
-    high = case.rate_too_high(case.lower_rate)
-    batch = case.cause("diagnosis.cause-bad-batch", "data", step=step)
-    half = case.cause("diagnosis.cause-fp16-overflow", "training.precision", "bf16")
-    grows = usual > 0 and before > 10 * usual
-    ranked = [high, batch] if grows else [batch, high]
-    if case.spec.training.precision == "fp16":
-        ranked.insert(0, half)
-    severity: Severity = "warning" if last >= step else "error"
-    yield Finding(Reason("diagnosis.not-finite", evidence), severity, "high", tuple(ranked))
 
 
 def _step_of(event: Mapping[str, Any]) -> int | None:

@@ -7,10 +7,24 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.case import Case, check
 from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, Texts
 from scaletrain_cli.telemetry.series import Series
+
+TEXTS: Texts = {
+    "memory-grows": "the memory of rank {rank} grows by {per_step:bytes} per step, to {now:bytes} at step {step:whole}",
+    "memory-grows-full": "the memory of rank {rank} grows by {per_step:bytes} per step, to {now:bytes} at step "
+    "{step:whole}: the {capacity:bytes} are full around step {full_at:whole}",
+    "memory-nearly-full": "{share:percent} of the memory of a GPU is used: {used:bytes} of {capacity:bytes}",
+    "memory-above-plan": "{part} take {measured:bytes}, planned are {planned:bytes}",
+    "cause-free-blocks": "the C library keeps free blocks between blocks in use",
+    "cause-large-micro-batch": "the micro-batch of {micro_batch} needs too much for activations",
+    "cause-larger-batches": "later batches are larger",
+    "cause-leak": "a program keeps tensors or objects of every step",
+    "cause-no-recompute": "activations are kept that could be recomputed",
+    "cause-plan-is-low": "the plan is too low for this model or library; its verdict is not to be relied on",
+}
 
 _FEWEST = 400
 _FEWEST_ROWS, _FEWEST_STEPS = 8, 100
@@ -20,6 +34,28 @@ FULL = 0.95
 ABOVE_PLAN, LEAST_BYTES = 0.1, 256e6
 
 
+@check()
+def nearly_full(case: Case) -> Iterator[Finding]:
+    """Yield a warning if a GPU is over 95 % full: an allocation that fragments ends the run.
+
+    Measured by the allocator in one step (measured.json), beside the capacity that the plan counts with; CUDA's context
+    and NCCL come on top of the allocator.
+    """
+    if case.measured is None or case.measured.device != "cuda":
+        return
+    outside = case.plan.memory.peak - case.plan.memory.reserved if case.plan.memory.reserved else 0
+    reserved = [stage.figures["reserved"].measured for stage in case.measured.stages if "reserved" in stage.figures]
+    capacity = case.plan.memory.capacity
+    if not reserved or capacity <= 0 or max(reserved) + outside <= FULL * capacity:
+        return
+    used = max(reserved) + outside
+    evidence = {"used": used, "capacity": capacity, "share": used / capacity}
+    recompute = case.cause("diagnosis.cause-no-recompute", "layout.activation_checkpointing", "full")
+    causes = (large_micro_batch(case), recompute)
+    yield Finding(Reason("diagnosis.memory-nearly-full", evidence), "warning", "high", causes)
+
+
+@check()
 def growing(case: Case) -> Iterator[Finding]:
     """Yield a finding if the peak of memory keeps rising: in the last two quarters by 2 % each, and not ever slower.
 
@@ -50,26 +86,6 @@ def growing(case: Case) -> Iterator[Finding]:
     yield Finding(code, warning_if(reaches), "low" if case.on_cpu else "medium", causes)
 
 
-def nearly_full(case: Case) -> Iterator[Finding]:
-    """Yield a warning if a GPU is over 95 % full: an allocation that fragments ends the run.
-
-    Measured by the allocator in one step (measured.json), beside the capacity that the plan counts with; CUDA's context
-    and NCCL come on top of the allocator.
-    """
-    if case.measured is None or case.measured.device != "cuda":
-        return
-    outside = case.plan.memory.peak - case.plan.memory.reserved if case.plan.memory.reserved else 0
-    reserved = [stage.figures["reserved"].measured for stage in case.measured.stages if "reserved" in stage.figures]
-    capacity = case.plan.memory.capacity
-    if not reserved or capacity <= 0 or max(reserved) + outside <= FULL * capacity:
-        return
-    used = max(reserved) + outside
-    evidence = {"used": used, "capacity": capacity, "share": used / capacity}
-    recompute = case.cause("diagnosis.cause-no-recompute", "layout.activation_checkpointing", "full")
-    causes = (large_micro_batch(case), recompute)
-    yield Finding(Reason("diagnosis.memory-nearly-full", evidence), "warning", "high", causes)
-
-
 def large_micro_batch(case: Case) -> Cause:
     """Return the cause that the micro-batch is too large, with half of it."""
     size = case.plan.layout.micro_batch_size
@@ -77,6 +93,7 @@ def large_micro_batch(case: Case) -> Cause:
     return case.cause("diagnosis.cause-large-micro-batch", key, max(1, size // 2), micro_batch=size)
 
 
+@check(of_engine=True)
 def above_plan(case: Case) -> Iterator[Finding]:
     """Yield a note if a measured part of memory exceeds its plan by over 10 % and 256 MB (measured.json).
 

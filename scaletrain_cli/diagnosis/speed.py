@@ -8,15 +8,36 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.case import Case, check, levels, worst
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
 from scaletrain_cli.plan.result import Range
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, Texts
 from scaletrain_cli.rundir import goodput
 from scaletrain_cli.rundir.goodput import RECENT_STEPS, MeasuredStep
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+
+TEXTS: Texts = {
+    "data-wait": "rank {rank} waits for data {share:percent} of the time, {wait:seconds} per step",
+    "slow-rank": "rank {rank} is slow: {seconds:seconds} for its own work in a step, the others {others:seconds}; "
+    "that is {share:percent} of a step",
+    "slower-than-plan": "a step takes {measured:seconds}, {times:.2f} times the planned {planned:seconds}",
+    "slowing-down": "steps take {now:seconds}, {times:.2f} times the {early:seconds} at the start of the attempt",
+    "cause-chosen-workers": "the workers that were chosen cannot read and decode fast enough",
+    "cause-few-workers": "{workers:of worker} cannot read and decode fast enough",
+    "cause-growing-wait": "the wait for data has grown by {wait:seconds} per step",
+    "cause-not-recorded": "{share:percent} of the excess has no recorded cause; the largest part of the plan is "
+    "{part} ({seconds:seconds}). A profile can tell kernels, communication and the host apart",
+    "cause-slow-rank-holds": "a slow rank explains {share:percent} of the excess",
+    "cause-own-loader": "the program takes its batches too slowly: more workers or read-ahead of its loader, or "
+    "faster storage",
+    "cause-slow-storage": "the storage is slow; more batches read ahead (now {prefetch}) bridge its pauses",
+    "cause-slower-device": "the device is throttled, hot, or shared with another process",
+    "cause-waits-for-data": "waiting for data explains {share:percent} of the excess",
+    "cause-slow-node": "the node or device of rank {rank} is slow or shared; `scaletrain preflight` measures it",
+    "cause-uneven-data": "its batches take longer to read or are longer",
+}
 
 
 @dataclass(frozen=True)
@@ -91,8 +112,70 @@ _LEAST_WAIT_SECONDS = 0.01
 _SLOWER, _MUCH_SLOWER = 1.25, 1.5
 _SLOWING, _SLOWING_MUCH = 1.2, 1.5
 _FEWEST = 40
+_SLOWER_RANK, _EXCESS_SHARE = 1.5, 0.2
+_LEAST_EXCESS_ON_CPU = 0.01
 
 
+@check()
+def slow_rank(case: Case) -> Iterator[Finding]:
+    """Yield a warning if one rank holds up the others at present, as the event ``stragglers`` of the engine records.
+
+    The event needs a rank that takes 1.5 times as long for its own work as the median of the others, in two windows of
+    20 steps in a row. The cost is the difference, since all ranks wait for it.
+    """
+    latest: dict[str, Any] | None = None
+    for event in case.events:
+        if event.get("event") in ("started", "resumed"):
+            latest = None
+        elif event.get("event") == "stragglers":
+            latest = None if event.get("rank") is None else dict(event)
+    if latest is None:
+        return
+    own, others = latest.get("seconds", 0.0), latest.get("others_seconds", 0.0)
+    step = recent_steps_seconds(case)
+    share = (own - others) / step if step else 0.0
+    evidence = {"rank": latest["rank"], "seconds": own, "others": others, "share": min(1.0, max(0.0, share))}
+    yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "high", case.slow_rank(latest["rank"]))
+
+
+def few_workers(case: Case, workers: int) -> Cause:
+    """Return the cause that ``workers`` processes for each rank are too few to read its batches."""
+    return case.cause("diagnosis.cause-few-workers", "data.loader.workers", max(2, 2 * workers), workers=workers)
+
+
+def slow_storage(case: Case) -> Cause:
+    """Return the cause that the storage is slow, against which reading further ahead helps."""
+    return case.cause("diagnosis.cause-slow-storage", "data.loader.prefetch", prefetch=case.spec.data.loader.prefetch)
+
+
+@check()
+def slow_work(case: Case) -> Iterator[Finding]:
+    """Yield a warning if one rank works 1.5 times as long in a step as the median of the others, at present.
+
+    All ranks end a step together, so the slow one waits least in collectives: work is the step without that wait, or
+    where it is not measured the time before the rank first waits for another. The difference is at least 20 % of the
+    step, and on a CPU 10 ms. Not in a pipeline, whose stages differ, and not where the event ``stragglers`` names one
+    at present (``slow_rank``).
+    """
+    if case.plan.layout.pipeline_parallel > 1:
+        return
+    ranks = case.telemetry.ranks
+    steps, waits = levels(case, ranks, "step_seconds"), levels(case, ranks, "communication_seconds")
+    work = {rank: steps[rank] - waits[rank] for rank in steps if rank in waits} or levels(case, ranks, "own_seconds")
+    found = worst(dict(work))
+    if found is None or len(work) < 2 or any(slow_rank(case)):
+        return
+    rank, seconds = found
+    others = median([value for other, value in work.items() if other != rank])
+    step, excess = steps.get(rank, 0.0), seconds - others
+    least = _LEAST_EXCESS_ON_CPU if case.on_cpu else 0.0
+    if seconds <= _SLOWER_RANK * others or excess < max(_EXCESS_SHARE * step, least):
+        return
+    evidence = {"rank": rank, "seconds": seconds, "others": others, "share": excess / step if step else 0.0}
+    yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "medium", case.slow_rank(rank))
+
+
+@check(explains={"data-wait": ("utilization-low",)})
 def data_wait(case: Case) -> Iterator[Finding]:
     """Yield a finding if steps wait for data: over 5 % of the time (the engine's event ``data-wait``).
 
@@ -124,37 +207,7 @@ def data_wait(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.data-wait", evidence), warning_if(serious), "high", causes)
 
 
-def few_workers(case: Case, workers: int) -> Cause:
-    """Return the cause that ``workers`` processes for each rank are too few to read its batches."""
-    return case.cause("diagnosis.cause-few-workers", "data.loader.workers", max(2, 2 * workers), workers=workers)
-
-
-def slow_storage(case: Case) -> Cause:
-    """Return the cause that the storage is slow, against which reading further ahead helps."""
-    return case.cause("diagnosis.cause-slow-storage", "data.loader.prefetch", prefetch=case.spec.data.loader.prefetch)
-
-
-def slow_rank(case: Case) -> Iterator[Finding]:
-    """Yield a warning if one rank holds up the others at present, as the event ``stragglers`` of the engine records.
-
-    The event needs a rank that takes 1.5 times as long for its own work as the median of the others, in two windows of
-    20 steps in a row. The cost is the difference, since all ranks wait for it.
-    """
-    latest: dict[str, Any] | None = None
-    for event in case.events:
-        if event.get("event") in ("started", "resumed"):
-            latest = None
-        elif event.get("event") == "stragglers":
-            latest = None if event.get("rank") is None else dict(event)
-    if latest is None:
-        return
-    own, others = latest.get("seconds", 0.0), latest.get("others_seconds", 0.0)
-    step = recent_steps_seconds(case)
-    share = (own - others) / step if step else 0.0
-    evidence = {"rank": latest["rank"], "seconds": own, "others": others, "share": min(1.0, max(0.0, share))}
-    yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "high", case.slow_rank(latest["rank"]))
-
-
+@check(of_engine=True)
 def slower_than_plan(case: Case) -> Iterator[Finding]:
     """Yield a finding if the median step takes over 1.25 times the planned time: a warning from 1.5 times.
 
@@ -189,6 +242,7 @@ def slower_than_plan(case: Case) -> Iterator[Finding]:
     yield Finding(why, warning_if(measured > much * planned), "high", tuple(cause for _, cause in ranked))
 
 
+@check()
 def slowing_down(case: Case) -> Iterator[Finding]:
     """Yield a finding if recent steps take over 1.2 times as long as earlier ones of the same attempt.
 

@@ -6,11 +6,35 @@ These are signatures. The direct tests, with labels compared with inputs token b
 from collections.abc import Iterator
 from typing import Any
 
-from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.case import Case, check
 from scaletrain_cli.diagnosis.curves import fall_of, median, noise
 from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, Texts
 from scaletrain_cli.spec import ModelSpec
+
+TEXTS: Texts = {
+    "targets-visible": "the loss is {now:.3f} and was below {limit:.2f} from step {step:whole} on, where equal "
+    "outputs have {uninformed:.3f}: so little cannot be learned so soon",
+    "order-not-learned": "the loss stands at {now:.3f} at step {last:whole}, near the {entropy:.3f} of token "
+    "frequencies, which it reached at step {step:whole}: which token follows which is not learned",
+    "data-duplicated": "{share:percent} of the passages of the training text ({tokens:whole} tokens) occur again in a "
+    "sample of it",
+    "data-repeated": "the {tokens:whole} tokens of the training text have been read {epochs:.1f} times",
+    "loss-stairs": "the loss falls in stairs where an epoch begins ({count:of time}), by {fall:.3g} at step "
+    "{step:whole}",
+    "loss-falls-at-resume": "the loss is lower by {fall:.3g} after a resume at step {step:whole} ({count:of time}), "
+    "as for text that was read before",
+    "cause-unshifted-labels": "labels are the inputs themselves, not shifted by one; `scaletrain rehearse` compares "
+    "them token by token",
+    "cause-shifted-labels": "labels are shifted once too often, or do not belong to the inputs; `scaletrain rehearse` "
+    "compares them token by token",
+    "cause-shuffled-tokens": "the order of the tokens carries nothing: shuffled or encoded text",
+    "cause-repetitive-data": "the text is the same few passages again and again",
+    "cause-one-class": "all images have the same label: a column of labels that is not read",
+    "cause-duplicates": "the text holds copies; `data.steps` can remove them",
+    "cause-many-epochs": "fewer steps would do",
+    "cause-sampler-restarts": "the sampler began anew with the attempt, and repeats what was read",
+}
 
 _VISIBLE_NATS = 1.0  # "under ~1 nat in hundreds of steps": text is not that predictable
 _VISIBLE_SHARE = 0.2
@@ -27,6 +51,7 @@ _MANY_EPOCHS = 8.0
 _BORDER_STEPS = 8
 
 
+@check()
 def targets_visible(case: Case) -> Iterator[Finding]:
     """Yield a warning if a new model predicts its targets better than any model can within so few steps.
 
@@ -63,6 +88,7 @@ def targets_visible(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.targets-visible", evidence), "warning", "medium", causes)
 
 
+@check(explains={"order-not-learned": ("underfitting",)})
 def order_not_learned(case: Case) -> Iterator[Finding]:
     """Yield a warning if a new language model stands near the entropy of the token frequencies of its data.
 
@@ -111,6 +137,7 @@ def order_not_learned(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.order-not-learned", evidence), "warning", "low", causes)
 
 
+@check(explains={"data-duplicated": ("targets-visible", "loss-stairs")})
 def repeated_passages(case: Case) -> Iterator[Finding]:
     """Yield a warning if over 30 % of the passages of the training text occur again in a sample of it.
 
@@ -126,29 +153,7 @@ def repeated_passages(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.data-duplicated", evidence), "warning", "high", causes)
 
 
-def many_epochs(case: Case) -> Iterator[Finding]:
-    """Yield a finding if a new language model reads its text for more than four epochs: a warning from eight.
-
-    Up to four epochs repeated text is almost as good as new, and from sixteen on hardly worth anything
-    (arXiv:2305.16264). Not while a validation shows that it still helps. The fall of the loss at the start of epochs,
-    where there is one, is evidence.
-    """
-    curve, dataset = case.curve, case.dataset
-    if curve is None or dataset is None or not case.is_fresh_text or case.changes_while_training:
-        return
-    epochs = case.epochs_at(curve.steps[-1])
-    if epochs is None or epochs <= _FRESH_EPOCHS:
-        return
-    validations = [validation.loss for validation in case.history.validations]
-    if len(validations) > 2 and validations[-1] <= min(validations) * 1.02:
-        return
-    falls = [fall for fall, _ in _falls(case, _borders(case))]
-    evidence = {"epochs": epochs, "tokens": dataset.train_tokens, "fall": max(0.0, median(falls)) if falls else 0.0}
-    few = case.cause("diagnosis.cause-little-data", "data")
-    long = case.cause("diagnosis.cause-many-epochs", "training.steps")
-    yield Finding(Reason("diagnosis.data-repeated", evidence), warning_if(epochs > _MANY_EPOCHS), "high", (few, long))
-
-
+@check(explains={"loss-falls-at-resume": ("loss-spikes", "loss-rising")})
 def stairs(case: Case) -> Iterator[Finding]:
     """Yield a warning if the training loss falls in stairs where an epoch begins, or where an attempt resumed.
 
@@ -173,6 +178,30 @@ def stairs(case: Case) -> Iterator[Finding]:
         else:
             again = case.cause("diagnosis.cause-sampler-restarts", "data")
             yield Finding(Reason("diagnosis.loss-falls-at-resume", evidence), "warning", "medium", (again,))
+
+
+@check(explains={"data-repeated": ("loss-stairs",)})
+def many_epochs(case: Case) -> Iterator[Finding]:
+    """Yield a finding if a new language model reads its text for more than four epochs: a warning from eight.
+
+    Up to four epochs repeated text is almost as good as new, and from sixteen on hardly worth anything
+    (arXiv:2305.16264). Not while a validation shows that it still helps. The fall of the loss at the start of epochs,
+    where there is one, is evidence.
+    """
+    curve, dataset = case.curve, case.dataset
+    if curve is None or dataset is None or not case.is_fresh_text or case.changes_while_training:
+        return
+    epochs = case.epochs_at(curve.steps[-1])
+    if epochs is None or epochs <= _FRESH_EPOCHS:
+        return
+    validations = [validation.loss for validation in case.history.validations]
+    if len(validations) > 2 and validations[-1] <= min(validations) * 1.02:
+        return
+    falls = [fall for fall, _ in _falls(case, _borders(case))]
+    evidence = {"epochs": epochs, "tokens": dataset.train_tokens, "fall": max(0.0, median(falls)) if falls else 0.0}
+    few = case.cause("diagnosis.cause-little-data", "data")
+    long = case.cause("diagnosis.cause-many-epochs", "training.steps")
+    yield Finding(Reason("diagnosis.data-repeated", evidence), warning_if(epochs > _MANY_EPOCHS), "high", (few, long))
 
 
 def _borders(case: Case) -> list[int]:

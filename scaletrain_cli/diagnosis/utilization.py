@@ -1,15 +1,41 @@
 """Checks of what keeps a step from being faster, by the telemetry of ranks and GPUs, and by plans of other settings."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from scaletrain_cli.diagnosis.case import Case, grown, level, levels, share, worst
+from scaletrain_cli.diagnosis.case import Case, check, grown, level, levels, worst
 from scaletrain_cli.diagnosis.curves import median
 from scaletrain_cli.diagnosis.findings import Cause, Finding, warning_if
-from scaletrain_cli.diagnosis.speed import planned_step_seconds, recent_steps_seconds, slow_rank
+from scaletrain_cli.diagnosis.speed import planned_step_seconds, recent_steps_seconds
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, Texts
+
+TEXTS: Texts = {
+    "host-bound": "the GPUs wait for the host: it needs {seconds:seconds} per step, {share:percent} of it, to launch "
+    "kernels, and they are busy for {utilization:percent} of the time",
+    "communication-bound": "each of {ranks:of rank} waits in collectives for at least {share:percent} of the step, "
+    "{seconds:seconds}; planned are {planned:seconds}",
+    "micro-batches-small": "a step takes {passes:whole} passes of micro-batches of {micro_batch}; with {larger} it "
+    "would be {gain:percent} shorter by the plan, and need {peak:bytes} of {capacity:bytes}",
+    "recomputation-needless": "activations are recomputed ({mode}), though memory has room: {used:bytes} of "
+    "{capacity:bytes} are used, {peak:bytes} would be without; the step would be {gain:percent} shorter by the plan",
+    "utilization-low": "the MFU is {mfu:percent}, planned are {planned:percent}; a step takes {step:seconds} instead "
+    "of {expected:seconds}",
+    "cause-not-compiled": "kernels are launched one by one; a compiled graph launches fewer",
+    "cause-small-kernels": "the model's kernels are too small for this GPU",
+    "cause-small-micro-batch": "micro-batches of {micro_batch} give each pass too little work",
+    "cause-recomputes": "recomputation saves memory that is not needed",
+    "cause-slow-link": "the link between ranks is slower than its data sheet, or shared",
+    "cause-link-errors": "the InfiniBand ports of {node} had {errors:of error}",
+    "cause-small-batch": "each gradient exchange follows little work; larger batches per rank exchange less often",
+    "cause-sharded-weights": "ZeRO-3 gathers weights in each pass; stages 1 and 2 do not",
+    "cause-part-data": "waiting for data: {seconds:seconds}, {share:percent} of the step",
+    "cause-part-communication": "waiting in collectives: {seconds:seconds}, {share:percent} of the step",
+    "cause-part-optimizer": "the optimizer: {seconds:seconds}, {share:percent} of the step",
+    "cause-part-forward": "forward passes: {seconds:seconds}, {share:percent} of the step",
+    "cause-part-backward": "backward passes: {seconds:seconds}, {share:percent} of the step",
+    "cause-not-split": "the parts of the step were not measured; a profile has them",
+}
 
 _HOST_SHARE = 0.9
 _IDLE, _VERY_IDLE = 0.85, 0.6
@@ -17,11 +43,6 @@ _COMMUNICATION, _MUCH_COMMUNICATION = 0.25, 0.4
 _MUCH_ON_CPU = 0.7  # Gloo takes half of a step of a toy model with tensor or sequence parallelism
 _ABOVE_PLAN = 0.1
 _LEAST_SECONDS = 0.02  # on a CPU: shorter waits are those of toy models
-_HEAT_SHARE = 0.05
-_HARDWARE_SHARE = 0.01
-_POWER_SHARE = 0.5
-_SLOW_CLOCK = 0.85
-_SLOWER_RANK, _EXCESS_SHARE = 1.5, 0.2
 _GAIN, _LARGE_GAIN = 0.1, 0.25
 _ROOM = 0.7
 _PARTS = {
@@ -33,32 +54,7 @@ _PARTS = {
 }
 
 
-def host_bound(case: Case) -> Iterator[Finding]:
-    """Yield a finding if the host needs over 90 % of a step to launch its kernels, and GPUs are busy for under 85 %.
-
-    A warning below 60 %. ``utilization`` is the share of time with any kernel; a GPU that waits for the next launch has
-    none. On a CPU host and device are one.
-    """
-    busy = levels(case, case.telemetry.gpus, "utilization")
-    steps = levels(case, case.telemetry.ranks, "step_seconds")
-    hosts = levels(case, case.telemetry.ranks, "host_seconds")
-    shares = {rank: hosts[rank] / steps[rank] for rank in hosts if steps.get(rank)}
-    if case.on_cpu or not busy or not shares:
-        return
-    usual, of_host = median(list(busy.values())), median(list(shares.values()))
-    if usual >= _IDLE or of_host <= _HOST_SHARE:
-        return
-    layout = case.plan.layout
-    evidence = {"share": of_host, "utilization": usual, "seconds": median(list(hosts.values()))}
-    causes = []
-    if layout.gradient_accumulation_steps > 1:
-        causes.append(_small_micro_batch(case, 2 * layout.micro_batch_size))
-    if not layout.compile:
-        causes.append(case.cause("diagnosis.cause-not-compiled", "training.compile", True))
-    causes.append(case.cause("diagnosis.cause-small-kernels", "model"))
-    yield Finding(Reason("diagnosis.host-bound", evidence), warning_if(usual < _VERY_IDLE), "medium", tuple(causes))
-
-
+@check(explains={"communication-bound": ("utilization-low",)})
 def communication(case: Case) -> Iterator[Finding]:
     """Yield a finding if every rank waits in collectives for over 25 % of the step; a warning from 40 %, on a CPU 70 %.
 
@@ -91,66 +87,34 @@ def communication(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.communication-bound", evidence), warning_if(serious), "medium", tuple(causes))
 
 
-def slow_work(case: Case) -> Iterator[Finding]:
-    """Yield a warning if one rank works 1.5 times as long in a step as the median of the others, at present.
+@check(explains={"host-bound": ("utilization-low",)})
+def host_bound(case: Case) -> Iterator[Finding]:
+    """Yield a finding if the host needs over 90 % of a step to launch its kernels, and GPUs are busy for under 85 %.
 
-    All ranks end a step together, so the slow one waits least in collectives: work is the step without that wait, or
-    where it is not measured the time before the rank first waits for another. The difference is at least 20 % of the
-    step, and on a CPU 10 ms. Not in a pipeline, whose stages differ, and not where the event ``stragglers`` names one
-    at present (``speed.slow_rank``).
+    A warning below 60 %. ``utilization`` is the share of time with any kernel; a GPU that waits for the next launch has
+    none. On a CPU host and device are one.
     """
-    if case.plan.layout.pipeline_parallel > 1:
+    busy = levels(case, case.telemetry.gpus, "utilization")
+    steps = levels(case, case.telemetry.ranks, "step_seconds")
+    hosts = levels(case, case.telemetry.ranks, "host_seconds")
+    shares = {rank: hosts[rank] / steps[rank] for rank in hosts if steps.get(rank)}
+    if case.on_cpu or not busy or not shares:
         return
-    ranks = case.telemetry.ranks
-    steps, waits = levels(case, ranks, "step_seconds"), levels(case, ranks, "communication_seconds")
-    work = {rank: steps[rank] - waits[rank] for rank in steps if rank in waits} or levels(case, ranks, "own_seconds")
-    found = worst(dict(work))
-    if found is None or len(work) < 2 or any(slow_rank(case)):
+    usual, of_host = median(list(busy.values())), median(list(shares.values()))
+    if usual >= _IDLE or of_host <= _HOST_SHARE:
         return
-    rank, seconds = found
-    others = median([value for other, value in work.items() if other != rank])
-    step, excess = steps.get(rank, 0.0), seconds - others
-    least = _LEAST_SECONDS / 2 if case.on_cpu else 0.0
-    if seconds <= _SLOWER_RANK * others or excess < max(_EXCESS_SHARE * step, least):
-        return
-    evidence = {"rank": rank, "seconds": seconds, "others": others, "share": excess / step if step else 0.0}
-    yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "medium", case.slow_rank(rank))
+    layout = case.plan.layout
+    evidence = {"share": of_host, "utilization": usual, "seconds": median(list(hosts.values()))}
+    causes = []
+    if layout.gradient_accumulation_steps > 1:
+        causes.append(_small_micro_batch(case, 2 * layout.micro_batch_size))
+    if not layout.compile:
+        causes.append(case.cause("diagnosis.cause-not-compiled", "training.compile", True))
+    causes.append(case.cause("diagnosis.cause-small-kernels", "model"))
+    yield Finding(Reason("diagnosis.host-bound", evidence), warning_if(usual < _VERY_IDLE), "medium", tuple(causes))
 
 
-def throttled(case: Case) -> Iterator[Finding]:
-    """Yield a finding if a GPU lowers its clock: for heat in over 5 % of the time, or by its hardware in over 1 %.
-
-    The limit of power is usual at full load, hence a note, unless the clock is below 85 % of that of the other GPUs.
-    """
-    gpus = case.telemetry.gpus
-    hot = worst({gpu: share(case, series, "throttled_by_heat") for gpu, series in gpus.items()})
-    if hot is not None and hot[1] > _HEAT_SHARE:
-        gpu, evidence = hot[0], _of_gpu(case, *hot)
-        cooling = case.cause("diagnosis.cause-cooling", gpu=gpu)
-        yield Finding(Reason("diagnosis.gpu-hot", evidence), "warning", "high", (cooling,))
-        return
-    slowed = worst({gpu: share(case, series, "throttled_by_hardware") for gpu, series in gpus.items()})
-    if slowed is not None and slowed[1] > _HARDWARE_SHARE:
-        gpu, evidence = slowed[0], _of_gpu(case, *slowed)
-        power = case.cause("diagnosis.cause-power-supply", gpu=gpu)
-        yield Finding(Reason("diagnosis.gpu-slowed-by-hardware", evidence), "warning", "high", (power,))
-        return
-    clocks = levels(case, gpus, "sm_clock_hertz")
-    if len(clocks) > 1:
-        gpu = min(clocks, key=clocks.__getitem__)
-        others = median([clock for other, clock in clocks.items() if other != gpu])
-        if clocks[gpu] < _SLOW_CLOCK * others:
-            evidence = _of_gpu(case, gpu, 1 - clocks[gpu] / others)
-            clock = case.cause("diagnosis.cause-clock-limit", gpu=gpu)
-            yield Finding(Reason("diagnosis.gpu-slow-clock", evidence), "warning", "high", (clock,))
-            return
-    limited = worst({gpu: share(case, series, "throttled_by_power") for gpu, series in gpus.items()})
-    if limited is not None and limited[1] > _POWER_SHARE:
-        usual = case.cause("diagnosis.cause-power-limit")
-        evidence = _of_gpu(case, *limited)
-        yield Finding(Reason("diagnosis.gpu-at-power-limit", evidence), "note", "high", (usual,))
-
-
+@check(of_engine=True)
 def small_micro_batches(case: Case) -> Iterator[Finding]:
     """Yield a finding if a larger micro-batch fits, and makes the step faster by 10 % or more, by the plan.
 
@@ -183,6 +147,7 @@ def small_micro_batches(case: Case) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+@check(of_engine=True)
 def needless_recomputation(case: Case) -> Iterator[Finding]:
     """Yield a finding if activations are recomputed that fit into memory, and that takes over 5 % of the step.
 
@@ -207,6 +172,7 @@ def needless_recomputation(case: Case) -> Iterator[Finding]:
     yield Finding(Reason("diagnosis.recomputation-needless", evidence), warning_if(gain > 0.15), "medium", (cause,))
 
 
+@check()
 def low_utilization(case: Case) -> Iterator[Finding]:
     """Yield a finding if the measured MFU is below 70 % of the planned one: a warning below half of it.
 
@@ -233,14 +199,6 @@ def low_utilization(case: Case) -> Iterator[Finding]:
     evidence = {"mfu": measured, "planned": planned, "step": step, "expected": planned_step_seconds(case)}
     causes = tuple(cause for _, cause in parts) or (case.cause("diagnosis.cause-not-split"),)
     yield Finding(Reason("diagnosis.utilization-low", evidence), warning_if(measured < 0.5 * planned), "medium", causes)
-
-
-def _of_gpu(case: Case, gpu: str, part: float) -> dict[str, Any]:
-    """Return the evidence about a GPU: ``part`` is a share of time, or of its clock."""
-    series = case.telemetry.gpus[gpu]
-    names = {"clock": "sm_clock_hertz", "highest": "sm_clock_max_hertz"}
-    names |= {"celsius": "temperature_celsius", "watts": "power_watts"}
-    return {"gpu": gpu, "share": part, **{name: level(case, series, column) or 0.0 for name, column in names.items()}}
 
 
 def _small_micro_batch(case: Case, size: int) -> Cause:

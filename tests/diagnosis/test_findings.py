@@ -12,10 +12,9 @@ import pytest
 
 import scaletrain_cli.diagnosis
 from scaletrain_cli.diagnosis.case import Case, Dataset
-from scaletrain_cli.diagnosis.checks import CHECKS, diagnose
+from scaletrain_cli.diagnosis.checks import CHECKS, TEXTS, diagnose
 from scaletrain_cli.diagnosis.history import Validation
 from scaletrain_cli.plan.result import MeasuredError, Range, Ranges
-from scaletrain_cli.reason_texts.diagnosis import TEXTS
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures
 from tests.diagnosis.histories import IMAGES, Values, case, falling, findings, observed, planned
