@@ -68,7 +68,8 @@ class RunDir:
     @property
     def is_cancelled(self) -> bool:
         """Return True if the run was cancelled, by the command or by a stop file, or continues in another place."""
-        if self.stop_file.exists() or self.manual_stop_file.exists() or self.superseded_file.exists():
+        # os.path, unlike Path, takes an I/O error for a missing file: it must not end an agent that looks each second.
+        if any(map(os.path.exists, (self.stop_file, self.manual_stop_file, self.superseded_file))):
             return True
         return (known := sent_run(self.path)) is not None and known.is_cancelled
 

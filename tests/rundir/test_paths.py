@@ -1,11 +1,15 @@
 """Finding runs and claiming attempts, and the documents in them."""
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.node.record import is_announced
 from scaletrain_cli.rundir.documents import DamagedError, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
 from scaletrain_cli.rundir.record import read_record
@@ -70,6 +74,22 @@ def test_a_damaged_record_is_a_usage_error_that_names_the_file(tmp_path: Path, t
     run.record.write_text(text)
     with pytest.raises(UsageError, match=r"run\.json"):
         read_record(run)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.EACCES])
+def test_a_file_system_that_fails_for_a_moment_ends_no_agent_that_looks_for_a_request_to_stop(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    run = RunDir(tmp_path)
+    run.stop_file.touch()
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "stat", fail)
+        found = run.is_cancelled, is_announced(run, 1, "failed")
+    assert found == (False, False)
+    assert run.is_cancelled
 
 
 def test_a_document_is_replaced_atomically(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The record of a node in an attempt, attempts/NNNN/nodes/<node>.json, and the marker files that agents exchange."""
 
 import dataclasses
+import os
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -88,5 +89,5 @@ def announce(run: RunDir, attempt: int, mark: Mark) -> None:
 
 
 def is_announced(run: RunDir, attempt: int, *marks: Mark) -> bool:
-    """Return whether an agent has announced one of these."""
-    return any((run.attempt(attempt) / mark).exists() for mark in marks)
+    """Return whether an agent has announced one of these. False for a file system that does not answer now."""
+    return any(os.path.exists(run.attempt(attempt) / mark) for mark in marks)
