@@ -19,7 +19,14 @@ from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, class
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, has_all_files, read_checkpoint
-from scaletrain_cli.rundir.documents import read_as, read_document, reporting_damage, typed, write_document
+from scaletrain_cli.rundir.documents import (
+    read_as,
+    read_document,
+    reporting_damage,
+    typed,
+    undamaged_document,
+    write_document,
+)
 from scaletrain_cli.rundir.journal import last_logged_step, read_events, read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
@@ -306,8 +313,8 @@ def withdraw_growth(run: RunDir, attempt: int) -> None:
 
 
 def read_stop_request(run: RunDir, attempt: int, cause: StopCause) -> Reason | None:
-    """Return why the attempt was asked to stop; None if it was not."""
-    data = read_document(run.attempt(attempt) / f"{cause}.json")
+    """Return why the attempt was asked to stop; None if it was not, or if that cannot be read."""
+    data = undamaged_document(run.attempt(attempt) / f"{cause}.json")
     return None if data is None else reason_from(data)
 
 

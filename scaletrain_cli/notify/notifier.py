@@ -19,7 +19,7 @@ from typing import Any
 
 from scaletrain_cli.notify.delivery import LONGEST_RETRY_AFTER, Delivery, Origin, deliver
 from scaletrain_cli.notify.notices import Notice, Pending, Receiver, notice_of
-from scaletrain_cli.rundir.documents import read_document, typed, undamaged_document, write_document
+from scaletrain_cli.rundir.documents import typed, undamaged_document, write_document
 from scaletrain_cli.rundir.journal import placed_lines
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -37,7 +37,7 @@ def receivers_environment(run: RunDir, record: RunRecord) -> dict[str, str]:
     """Return the variables for receivers: of this process, of the spec, and the values of ``secret_env``."""
     secrets: Mapping[str, Any] = {}
     with contextlib.suppress(OSError):
-        secrets = read_document(run.secrets) or {}
+        secrets = undamaged_document(run.secrets) or {}
     return {**os.environ, **record.spec.env, **{name: str(value) for name, value in secrets.items()}}
 
 

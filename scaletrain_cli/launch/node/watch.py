@@ -35,6 +35,7 @@ from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, announce, is_announced, read_node_records
 from scaletrain_cli.launch.node.telemetry import NodeTelemetry
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import DamagedError
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, replace_file
@@ -141,7 +142,7 @@ def collect_views(local_ranks: LocalRanks, folder: Path) -> tuple[RankView, ...]
 def _logging_disk_errors(what: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, DamagedError) as error:
         logger.warning("%s: %s", what, error)
 
 

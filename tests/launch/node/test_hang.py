@@ -258,6 +258,17 @@ def test_a_start_that_takes_long_says_which_ranks_and_nodes_it_waits_for(make_ru
     assert (len(said()), run_status(made.run, cluster).starting) == (3, None)
 
 
+def test_records_of_other_nodes_that_cannot_be_read_do_not_end_the_agent(make_run: MakeRun) -> None:
+    made = make_run()
+    options: Any = SimpleNamespace(node_rank=0, attempt=1)
+    watch = Watch(made.run, options, "n", LocalRanks(), made.record.spec.cluster)
+    watch.start = StartWatch(made.run, options, "n", 1)
+    watch.local_ranks = cast("Any", SimpleNamespace(listen=lambda *_: {0: LastBeat(0, "imports", 900.0, -1e6)}, alive=[]))
+    (made.run.attempt(1) / "nodes" / "node-0001-n1.json").mkdir(parents=True)
+    watch.preempted = True  # then only the start is looked at
+    watch._check_progress()
+
+
 def test_a_node_agent_that_is_stopped_is_killed_and_the_run_continues(make_run: MakeRun, forked_jobs: None) -> None:
     made = make_run("guard.hang=2s", "restarts.node=1", stay={"1:*": 1})
     submit_run(made.run, made.record, LOCAL)

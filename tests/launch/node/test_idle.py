@@ -169,6 +169,13 @@ def test_a_pause_of_the_agent_does_not_hide_what_came_before_it(make_run: MakeRu
     assert node.names() == ["idle", "idle-over"]
 
 
+def test_a_request_that_cannot_be_read_ends_neither_the_agent_nor_the_conclusion(make_run: MakeRun) -> None:
+    node = Node(make_run("cluster.idle_timeout=20m"))
+    (node.made.run.attempt(1) / "idle.json").mkdir()
+    assert node.passes(1) is None
+    assert read_stop_request(node.made.run, 1, "idle") is None
+
+
 def test_a_gpu_in_use_keeps_a_debugging_session(make_run: MakeRun) -> None:
     node = Node(make_run("cluster.gpu=h100-sxm-80gb", "cluster.idle_timeout=20m"))
     silent = LastBeat(0, "start", float("inf"), received=0.0)
