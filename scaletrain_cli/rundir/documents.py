@@ -18,7 +18,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.safe_files import open_to_read, replace_file, user_name
 from scaletrain_cli.sent_run import sent_document
@@ -30,6 +30,8 @@ _TIMES = ("time", "started", "ended", "created", "updated", "began", "expires")
 _YEAR_10000 = 253_402_300_800  # Unix seconds: time.localtime() fails for later years
 _LISTS = (list, tuple, Sequence, Collection)
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# What a later try finds as well.
+_LASTING = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 # What code raises that reads values of another form than those that were written.
@@ -38,6 +40,14 @@ _MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, Recurs
 
 class DamagedError(UsageError):
     """A document or a folder of a run cannot be used: not readable, too large, or not of the form that was written."""
+
+
+class UnreadableError(DamagedError):
+    """The file system has failed, such as by EIO or ESTALE: another node, or a later try, may read it (exit 1)."""
+
+    failure_reason = "unreadable"
+    exit_code = ExitCode.CRASHED
+    code = "io"
 
 
 def write_document(path: Path, data: dict[str, Any], *, shared: bool = False) -> None:
@@ -245,7 +255,8 @@ def reporting_damage(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             if error.errno == errno.EACCES:
                 remedy = f" Ask {user_name(path.lstat().st_uid)} to run `chmod -R u+rX,g+rX {path}`."
-        raise DamagedError(f"{path} cannot be read: {error.strerror or error}.{remedy}") from error
+        kind = DamagedError if error.errno in _LASTING else UnreadableError
+        raise kind(f"{path} cannot be read: {error.strerror or error}.{remedy}") from error
     except _MISFITS as error:
         said = f"{error.args[0]!r} is missing" if type(error) is KeyError and error.args else str(error)
         raise DamagedError(f"{path} is damaged: {said}. Restore it from a copy, or remove it.") from error

@@ -24,6 +24,7 @@ from scaletrain_cli.rundir.checkpoints import (
     find_defects,
     read_checkpoint,
 )
+from scaletrain_cli.rundir.documents import DamagedError
 from scaletrain_cli.rundir.evaluations import PREFIX
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics, steps_logged_since_begun
 from scaletrain_cli.rundir.paths import RunDir
@@ -122,8 +123,8 @@ def find_latest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, c
     def newest_first() -> list[str]:
         try:
             return [path.name for path in reversed(committed_folders(folder))]
-        except OSError as error:
-            params = {"folder": str(folder), "error": error.strerror or str(error)}
+        except DamagedError as error:
+            params = {"folder": str(folder), "error": str(error.__cause__)}
             raise UnreadableCheckpointsError(Reason("engine.checkpoint-folder-unreadable", params)) from error
 
     for name in consensus.from_rank_zero(newest_first, UnreadableCheckpointsError):

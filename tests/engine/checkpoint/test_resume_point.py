@@ -1,10 +1,11 @@
+import errno
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -17,6 +18,7 @@ from scaletrain_cli.engine.checkpoint.resume_point import (
 )
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.rundir import journal
 from scaletrain_cli.rundir.checkpoints import (
     STATE_FILE,
     Checkpoint,
@@ -28,7 +30,7 @@ from scaletrain_cli.rundir.checkpoints import (
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker import checkpoint_commit
-from scaletrain_cli.worker.failures import failure_reason_of
+from scaletrain_cli.worker.failures import failure_of, failure_reason_of
 from scaletrain_cli.worker.memory_copies import complete_copy, open_copies
 from tests.engine.alone import context_of
 from tests.launch.conftest import make_spec
@@ -121,6 +123,24 @@ def test_from_scratch_starts_over_and_moves_corrupt_checkpoints_aside(run: RunDi
     record_event(run, "from-scratch")
     assert beginning(run).step == 0
     assert (run.checkpoints / "damaged-step-00000010").is_dir()
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_the_attempt_and_not_the_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(run, 10)
+
+    def fail(path: object) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    for failing, said in ((os, "listdir"), (journal, "open_to_read")):  # the checkpoints; the events
+        with monkeypatch.context() as patched:
+            patched.setattr(failing, said, fail)
+            with pytest.raises(ScaletrainError, match="Input/output error") as caught:
+                beginning(run)
+        failure = failure_of(caught.value, 0)
+        assert (failure.reason, failure.exit_code) == ("unreadable", 1)
+    assert beginning(run).step == 10
 
 
 PATTERN = "rank-0000{}.safetensors"

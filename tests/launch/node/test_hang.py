@@ -263,7 +263,9 @@ def test_records_of_other_nodes_that_cannot_be_read_do_not_end_the_agent(make_ru
     options: Any = SimpleNamespace(node_rank=0, attempt=1)
     watch = Watch(made.run, options, "n", LocalRanks(), made.record.spec.cluster)
     watch.start = StartWatch(made.run, options, "n", 1)
-    watch.local_ranks = cast("Any", SimpleNamespace(listen=lambda *_: {0: LastBeat(0, "imports", 900.0, -1e6)}, alive=[]))
+    watch.local_ranks = cast(
+        "Any", SimpleNamespace(listen=lambda *_: {0: LastBeat(0, "imports", 900.0, -1e6)}, alive=[])
+    )
     (made.run.attempt(1) / "nodes" / "node-0001-n1.json").mkdir(parents=True)
     watch.preempted = True  # then only the start is looked at
     watch._check_progress()
