@@ -170,17 +170,17 @@ def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
     """Mark in the manifest that training stayed healthy after it. Raises SupersededAttemptError and OSError."""
     folder, path = checkpoint.path.parent, checkpoint.path / MANIFEST
     draft = _own_folder(folder, attempt) / f"{checkpoint.path.name}.{MANIFEST}"
-    with _fenced(attempt):
+    with _fenced(attempt, path):
         manifest = json.loads(path.read_text(encoding="utf-8"))
         del manifest["sha256"]
         _write_manifest(draft, {**manifest, "clean": True})
         draft.replace(path)
-    sync_folder(checkpoint.path)
+        sync_folder(checkpoint.path)
 
 
 def remove_checkpoint(path: Path, attempt: int) -> None:
     """Remove a checkpoint atomically, as a running attempt. Raises SupersededAttemptError and OSError."""
-    with _fenced(attempt):
+    with _fenced(attempt, path):
         shutil.rmtree(_move_to_attempt(path, attempt), ignore_errors=True)
 
 
@@ -231,13 +231,18 @@ def _move_to_attempt(path: Path, attempt: int, suffix: str = _REMOVED) -> Path:
 
 
 @contextlib.contextmanager
-def _fenced(attempt: int) -> Iterator[None]:
-    """Raise SupersededAttemptError if the attempt's folder is missing (or ESTALE): a later attempt removed it."""
+def _fenced(attempt: int, path: Path | None = None) -> Iterator[None]:
+    """Raise SupersededAttemptError if the attempt's folder is missing (or ESTALE): a later attempt removed it.
+
+    If ``path`` is missing instead, a user has deleted that checkpoint, and nothing is left to do.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise
+        if path is not None and not os.path.lexists(path):
+            return
         raise SupersededAttemptError(Reason("engine.attempt-superseded", {"attempt": attempt})) from error
 
 

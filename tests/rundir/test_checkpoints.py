@@ -182,6 +182,19 @@ def test_a_superseded_attempt_can_neither_write_nor_commit_nor_mark_nor_delete(t
     assert verify(checkpoint) == []
 
 
+def test_a_checkpoint_that_a_user_deletes_meanwhile_does_not_end_the_attempt_that_would_mark_or_delete_it(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 1, clean=False)
+    gone = only(tmp_path)
+    delete_checkpoint(gone.path)
+    mark_clean(gone, ATTEMPT)
+    remove_checkpoint(gone.path, ATTEMPT)
+    assert names(tmp_path) == ["attempt-0003.tmp"]
+    save(tmp_path, 2)
+    assert only(tmp_path).step == 2
+
+
 def test_an_attempt_older_than_the_current_one_cannot_open(tmp_path: Path) -> None:
     save(tmp_path, 1, attempt=5)
     with pytest.raises(SupersededAttemptError, match="attempt 4 begins after attempt 5"):
