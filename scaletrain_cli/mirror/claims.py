@@ -86,10 +86,12 @@ def make_claim(store: MirrorStore, run: RunDir, claim: Claim) -> bool:
     """
     write_document(run.mirror_claim_file, {"schema": SCHEMA, **asdict(claim)})
     made = store.create(_name(claim.generation), json.dumps({"schema": SCHEMA, **asdict(claim)}).encode())
-    if made:
-        stored = store.read(_name(claim.generation))  # a store that ignores the condition keeps the last one
-        made = stored is not None and claim.token in stored.decode("utf-8", "replace")
-    return made
+    return made and is_made(store, claim)  # a store that ignores the condition keeps the last one
+
+
+def is_made(store: MirrorStore, claim: Claim) -> bool:
+    """Return whether the mirror has this claim."""
+    return claim.token in (store.read(_name(claim.generation)) or b"").decode("utf-8", "replace")
 
 
 def own_claim(run: RunDir) -> Claim | None:

@@ -22,7 +22,7 @@ from scaletrain_cli.mirror.checkpoints import (
     update_manifest,
     upload_checkpoint,
 )
-from scaletrain_cli.mirror.claims import Claim, make_claim, new_claim, own_claim, read_claims, report_activity
+from scaletrain_cli.mirror.claims import Claim, is_made, make_claim, new_claim, own_claim, read_claims, report_activity
 from scaletrain_cli.mirror.history import HistoryWriter
 from scaletrain_cli.mirror.stores import LocalFileError, MirrorStore, Throttle
 from scaletrain_cli.reasons import Reason, recorded
@@ -161,13 +161,12 @@ class Mirror:
     def _require_claim(self) -> None:
         """Read who owns the run, and claim a mirror that nobody owns. Raises SupersededError."""
         claims = read_claims(self._store, self._claims)
-        if not claims:
-            own = own_claim(self._run)
-            first = own if own is not None and own.generation == 1 else None
-            make_claim(self._store, self._run, first or new_claim(self._run, 1))
-            claims = read_claims(self._store)
-        own = own_claim(self._run)
-        if own is None or own.token != claims[-1].token:
+        own = own_claim(self._run) or new_claim(self._run, 1)
+        # A folder that is not mounted has no claim, and a network file system may list those of an earlier time.
+        if not claims or claims[-1].generation < own.generation:
+            made = is_made(self._store, own) if claims else make_claim(self._store, self._run, own)
+            claims = [*claims, own] if made else claims or read_claims(self._store)
+        if own.token != claims[-1].token:
             self._supersede(claims[-1])
         self._claims = claims
         if self._history is None:

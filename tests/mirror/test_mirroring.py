@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from scaletrain_cli.data.sources import places
 from scaletrain_cli.launch.mirroring import mirror_now
 from scaletrain_cli.mirror import object_store, stores
 from scaletrain_cli.mirror.checkpoints import list_folders, read_mirrored
-from scaletrain_cli.mirror.claims import read_claims
+from scaletrain_cli.mirror.claims import make_claim, new_claim, own_claim, read_claims
 from scaletrain_cli.mirror.history import HistoryWriter, newest_index, restore_history
 from scaletrain_cli.mirror.stores import FolderStore, LocalFileError, Throttle, hashed_blocks
 from scaletrain_cli.rundir.checkpoints import FileDigest
@@ -433,3 +434,26 @@ def test_files_that_only_their_owner_may_read_are_private_in_the_mirror_and_back
     restore_history(store, index, tmp_path / "back")
     restored = {name: (tmp_path / "back" / name).stat().st_mode & 0o777 for name in modes}
     assert blobs == restored == modes
+
+
+@pytest.mark.parametrize("missing", ["all", "the newest claim"])
+def test_a_mirror_that_does_not_show_the_claim_of_its_owner_for_a_moment_does_not_end_the_run(
+    missing: str, make_mirrored: MakeMirrored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrored = make_mirrored(str(tmp_path / "disk"))
+    mirrored.mirror_of(10)
+    assert make_claim(mirrored.store, mirrored.run, own := new_claim(mirrored.run, 2, from_step=10))
+    mirror = mirrored.mirror()
+    mirror.look()
+    if missing == "all":  # the disk is not mounted
+        (tmp_path / "disk").rename(tmp_path / "elsewhere")
+        mirror._require_claim()
+        shutil.rmtree(tmp_path / "disk")
+        (tmp_path / "elsewhere").rename(tmp_path / "disk")
+    else:
+        with monkeypatch.context() as earlier:
+            earlier.setattr(FolderStore, "list", lambda self, folder: {"claims/0001.json": stores.Stored(1)})
+            mirror._require_claim()
+    mirror._require_claim()
+    assert (mirror.is_superseded, mirrored.run.is_cancelled) == (False, False)
+    assert read_claims(mirrored.store)[-1] == own_claim(mirrored.run) == own
