@@ -55,6 +55,7 @@ _BUDGET: dict[ExitReason, str] = {
     "oom": "oom",
     "host-oom": "oom",
     "crash": "crash",
+    "data": "crash",  # as a program of the user's states it; the code 93 of the engine stops the run
     "killed": "crash",
     "unreadable": "crash",
     "nan": "crash",

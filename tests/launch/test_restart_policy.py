@@ -59,6 +59,9 @@ def decide_last(history: str, limits: dict[str, int], **more: bool):  # type: ig
         ("crash:10 killed:20 crash:30", {}, None),
         ("crash:10 killed:20 crash:30 crash:40", {}, 1),
         ("crash:10 preempted:20 crash:30 preempted:40 crash:50", {"crash": 2}, 1),
+        # So do other causes that a program of the user's may state.
+        ("data:10 data:20 data:30", {}, None),
+        ("data:10 crash:20 data:30 data:40", {}, 1),
         # A lack of memory is not tried again by default.
         ("oom:10", {}, 1),
         ("oom:10", {"oom": 1}, None),
