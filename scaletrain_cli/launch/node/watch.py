@@ -54,7 +54,9 @@ _OTHERS_POLL_SECONDS = 0.5  # each lists a folder of a shared file system
 _RECORD_SECONDS = 2.0  # of the grace period, to record the end of the node
 _PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SIGNAL_DELAY_SECONDS = 1.0  # between two processes of a job that a scheduler signals
+# The second is the exit code of a shell whose child the signal has ended.
 _BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
+_BY_SIGKILL = (-signal.SIGKILL, 128 + signal.SIGKILL)
 # Exit codes of a program of code.command that keep their meaning after a preemption signal.
 _PASSED_ON = (
     ExitCode.DONE,
@@ -103,7 +105,7 @@ class ExitDiagnosis:
 
     def failure(self, rank: RankRecord, node: str, log: Path) -> Failure | None:
         """Return the failure of a rank that the agent did not kill; None where only the signal is known."""
-        if rank.signal == "SIGKILL" and (memory_kills() or 0) > self._kills_before:
+        if rank.exit_code in _BY_SIGKILL and (memory_kills() or 0) > self._kills_before:
             cause = Reason("node.killed-for-memory", {"rank": rank.rank})
             return observed_failure("host-oom", cause, node, rank=rank.rank)
         if rank.signal in _ABORTS and (reason := reason_in(end_of(log))) is not None:
@@ -346,7 +348,7 @@ class Watch:
         if self.local_ranks.foreign and any(rank.pid == pid for rank in self.local_ranks.alive):
             exit_code = self._meaning(exit_code)
         rank = self.local_ranks.ended(pid, exit_code)
-        if rank is not None and rank.signal is not None and not rank.killed_by_agent:
+        if rank is not None and not rank.killed_by_agent:
             log = self.run.attempt(self.options.attempt) / "logs" / f"{self.options.node_name}-{rank.rank:05d}.log"
             failure = self.diagnosis.failure(rank, self.node, log)
             if failure is not None:

@@ -8,13 +8,18 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt
 from scaletrain_cli.launch.node.attempt import compiled_code, node_exit_code
+from scaletrain_cli.launch.node.heartbeats import Channel
 from scaletrain_cli.launch.node.options import parse_options
+from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, is_announced, read_node_records
+from scaletrain_cli.launch.node.watch import Watch
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import add_revision
 from scaletrain_cli.telemetry.run import node_file, read_telemetry, telemetry_folder
@@ -309,6 +314,18 @@ def test_options_override_the_environment_and_slurm_s_variables_are_read() -> No
     given = ["/run", "--attempt", "3", "--node-rank", "1", "--node-name", "x", "--master-port", "5"]
     found = parse_options(given, environment)
     assert (found.node_rank, found.node_name, found.master_port, found.parent_pid) == (1, "x", 5, None)
+
+
+def test_a_shell_whose_program_was_killed_for_memory_ends_for_lack_of_memory(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter([5, 6])
+    monkeypatch.setattr("scaletrain_cli.launch.node.watch.memory_kills", lambda: next(kills))
+    made, ranks = make_run(), LocalRanks(foreign=True)
+    ranks.ranks, ranks.channels = [RankRecord(0, 7, 0.0)], {0: Channel()}
+    options: Any = SimpleNamespace(attempt=1, node_name="n0")
+    Watch(made.run, options, "node-0000-n0", ranks, made.record.spec.cluster)._note_end(7, 128 + signal.SIGKILL)
+    assert [(found.rank, found.reason) for found in read_failures(made.run, 1)] == [(0, "host-oom")]
 
 
 def test_the_cache_of_compiled_code_is_private_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
