@@ -45,7 +45,8 @@ def pruning(run: RunDir, keep: int | None, keep_every: int | None, *, dry_run: b
         own = record.spec.checkpoint
         every = own.keep_every if keep_every is None else keep_every
         folder = checkpoint_folder(run, record.spec)
-        found = plan_pruning(folder, own.keep if keep is None else keep, every, steps_to_keep(run, own, folder))
+        also_kept = steps_to_keep(run, folder, keep_best=own.keep_best, mirror_to=own.mirror.to)
+        found = plan_pruning(folder, own.keep if keep is None else keep, every, also_kept)
         if found is None:
             none = "none-valid" if committed_folders(folder) else "nothing"
             raise ScaletrainError(Reason(f"runs.prune-{none}", {"run": run.run_id, "folder": str(folder)}))

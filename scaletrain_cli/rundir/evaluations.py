@@ -20,7 +20,6 @@ from scaletrain_cli.rundir.journal import append_line, read_metrics
 from scaletrain_cli.rundir.mirror_state import read_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
-from scaletrain_cli.spec.run import CheckpointSpec
 
 SCHEMA = "scaletrain.evaluation/v1"
 _FILE = re.compile(r"step-(\d{8,})\.json")
@@ -98,18 +97,19 @@ def awaited_steps(run: RunDir, state: State = "requested") -> list[int]:
     return [one.step for one in read_evaluations(run) if one.state == state][-MOST_WAITING:]
 
 
-def steps_to_keep(run: RunDir, retention: CheckpointSpec, folder: Path) -> set[int]:
+def steps_to_keep(run: RunDir, folder: Path, *, keep_best: str | None, mirror_to: str | None) -> set[int]:
     """Return the steps of the checkpoints in ``folder`` that an evaluation or the mirror reads, and of the best one.
 
-    With ``keep_best`` also of those that are being evaluated: each may turn out to be the best.
+    With ``keep_best`` also of those that are being evaluated: each may turn out to be the best. The last two are
+    settings of the section ``checkpoint``.
     """
     kept = set(awaited_steps(run))
-    mirror = None if retention.mirror.to is None else read_mirror_state(run)
+    mirror = None if mirror_to is None else read_mirror_state(run)
     if mirror is not None and mirror.uploading_step is not None:
         kept.add(mirror.uploading_step)
-    if retention.keep_best is not None:
+    if keep_best is not None:
         kept |= set(awaited_steps(run, "running"))
-        best = best_step(run, retention.keep_best, {checkpoint.step for checkpoint in list_checkpoints(folder)})
+        best = best_step(run, keep_best, {checkpoint.step for checkpoint in list_checkpoints(folder)})
         kept |= set() if best is None else {best}
     return kept
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from scaletrain_cli.rundir.checkpoints import (
     latest_valid,
 )
 from scaletrain_cli.rundir.documents import json_number
+from scaletrain_cli.rundir.evaluations import steps_to_keep
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.checkpoint_commit import (
@@ -81,6 +82,7 @@ class Checkpoints:
     ) -> None:
         self.folder, self.attempt, self.world_size = folder, attempt, world_size
         self._keep, self._keep_every = keep, keep_every
+        self._also_kept: Callable[[], Collection[int]] = tuple  # steps; Rank sets those of its run
 
     def latest(self) -> Checkpoint | None:
         """Return the latest valid checkpoint; None if there is none. Reads and verifies all of its bytes."""
@@ -122,7 +124,7 @@ class Checkpoints:
         path = commit_checkpoint(
             self.folder, step, files, world_size=self.world_size, clean=clean, attempt=self.attempt
         )
-        for old in checkpoints_to_prune(self.folder, self._keep, self._keep_every):
+        for old in checkpoints_to_prune(self.folder, self._keep, self._keep_every, self._also_kept()):
             remove_checkpoint(old.path, self.attempt)
         return Checkpoint(path, step, self.world_size, clean, self.attempt, files)
 
@@ -150,6 +152,12 @@ class Rank:
             environment.world_size,
             keep=retention["keep"],
             keep_every=retention.get("keep_every"),
+        )
+        self.checkpoints._also_kept = lambda: steps_to_keep(
+            environment.run,
+            resolved.checkpoint_folder,
+            keep_best=retention.get("keep_best"),
+            mirror_to=retention.get("mirror", {}).get("to"),
         )
         self._watch = AgentWatch.of_rank(environment.run, environment.attempt)
 

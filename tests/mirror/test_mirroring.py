@@ -265,15 +265,16 @@ def test_a_damaged_checkpoint_here_is_not_copied_and_the_next_one_is(mirrored: M
 
 def test_retention_keeps_the_checkpoint_that_is_copied(mirrored: MirroredRun, monkeypatch: pytest.MonkeyPatch) -> None:
     mirrored.commit(10)
-    settings, seen = mirrored.record.spec.checkpoint, list[set[int]]()
-    monkeypatch.setattr(
-        "scaletrain_cli.mirror.sync.upload_checkpoint",
-        lambda *_: seen.append(steps_to_keep(mirrored.run, settings, mirrored.run.checkpoints)) or 1 / 0,
-    )
+    seen: list[set[int]] = []
+
+    def kept() -> set[int]:
+        return steps_to_keep(mirrored.run, mirrored.run.checkpoints, keep_best=None, mirror_to=mirrored.to)
+
+    monkeypatch.setattr("scaletrain_cli.mirror.sync.upload_checkpoint", lambda *_: seen.append(kept()) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         mirrored.mirror().look()
     assert seen == [{10}]
-    assert steps_to_keep(mirrored.run, settings, mirrored.run.checkpoints) == set()
+    assert kept() == set()
 
 
 def test_no_more_bytes_per_second_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

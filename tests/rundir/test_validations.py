@@ -27,7 +27,6 @@ from scaletrain_cli.rundir.evaluations import (
 )
 from scaletrain_cli.rundir.journal import Rollback, append_line, record_rollback
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.spec.run import CheckpointSpec
 from scaletrain_cli.text import measures_text
 from tests.cli.command_line import scaletrain
 
@@ -154,8 +153,8 @@ def test_a_checkpoint_under_evaluation_is_kept_where_it_may_be_the_best(run: Run
     write_evaluation(run, Evaluation(10, "e10", "running", 0.0))
     write_evaluation(run, Evaluation(20, "e20", "requested", 0.0))
     folder = run.path / "checkpoints"
-    assert steps_to_keep(run, CheckpointSpec(), folder) == {20}
-    assert steps_to_keep(run, CheckpointSpec(keep_best="code/loss"), folder) == {10, 20}
+    assert steps_to_keep(run, folder, keep_best=None, mirror_to=None) == {20}
+    assert steps_to_keep(run, folder, keep_best="code/loss", mirror_to=None) == {10, 20}
 
 
 def test_metrics_of_an_evaluation_are_logged_at_its_step(run: RunDir) -> None:

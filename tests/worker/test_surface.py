@@ -10,6 +10,8 @@ import scaletrain_cli.worker as worker
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.mirror_state import MirrorState, write_mirror_state
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import add_revision, checkpoint_folder, read_record
 from scaletrain_cli.worker.hugging_face import ScaletrainCallback
@@ -175,6 +177,18 @@ def test_a_checkpoint_is_committed_whole_pruned_and_found_again(tmp_path: Path) 
     latest = checkpoints.latest()
     assert (latest.step, (latest.path / "state.bin").read_bytes()) == (15, b"step 15")
     assert not (tmp_path / "step-00000005").exists()
+
+
+def test_retention_of_a_program_keeps_its_best_checkpoint_and_that_which_the_mirror_copies(tmp_path: Path) -> None:
+    keys = ("checkpoint.keep=1", "checkpoint.keep_best=validation_loss", f"checkpoint.mirror.to={tmp_path}")
+    run = made_run(*keys).run
+    rank = worker.Rank(worker.RunEnvironment(run, 1, 0, 1, 0, 1, 0), read_resolved_run(run))
+    rank.checkpoints.open()
+    write_mirror_state(run, MirrorState(str(tmp_path), 1, 0.0, uploading_step=10))
+    for step, loss in ((5, 0.1), (10, 0.3), (15, 0.2), (20, 0.2)):
+        rank.log_metrics(step, validation_loss=loss)
+        rank.checkpoints.commit(step, rank.checkpoints.stage(step).digests)
+    assert [found.step for found in list_checkpoints(rank.checkpoints.folder)] == [5, 10, 20]
 
 
 def test_an_attempt_that_a_later_one_has_superseded_commits_nothing(tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ class Checkpointer:
     def _prune(self) -> None:
         """Delete checkpoints that retention does not keep, in rank 0's thread."""
         kept = self._context.spec.checkpoint
-        also_kept = steps_to_keep(self._context.run, kept, self.folder)
+        also_kept = steps_to_keep(self._context.run, self.folder, keep_best=kept.keep_best, mirror_to=kept.mirror.to)
         if (compared := self.compared_step) is not None:  # to resume from, if they differ the next time
             before = [each.step for each in list_checkpoints(self.folder) if each.step <= compared]
             also_kept |= {max(before, default=compared)}
