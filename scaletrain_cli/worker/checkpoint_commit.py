@@ -111,7 +111,7 @@ def staging_path(folder: Path, attempt: int, step: int) -> Path:
 def stage_checkpoint(folder: Path, attempt: int, step: int) -> Path:
     """Create and return the staging folder, on any rank. Raises SupersededAttemptError once a later attempt began."""
     staging = staging_path(folder, attempt, step)
-    with _fenced(attempt):
+    with _fenced(folder, attempt):
         make_folder(staging, parents=False)  # without parents: fails once a later attempt has removed the folder
     return staging
 
@@ -122,7 +122,7 @@ def scratch_folder(folder: Path, attempt: int) -> Path:
     The next attempt removes it. Raises SupersededAttemptError once a later attempt began.
     """
     scratch = _own_folder(folder, attempt) / "scratch"
-    with _fenced(attempt):
+    with _fenced(folder, attempt):
         make_folder(scratch, parents=False)
     return scratch
 
@@ -130,7 +130,7 @@ def scratch_folder(folder: Path, attempt: int) -> Path:
 def adopt_folder(folder: Path, attempt: int, step: int, source: Path) -> Path:
     """Rename ``source``, a folder on the same file system, to the staging folder of ``step``, and return that."""
     staging = staging_path(folder, attempt, step)
-    with _fenced(attempt):
+    with _fenced(folder, attempt):
         shutil.rmtree(staging, ignore_errors=True)
         source.rename(staging)
     return staging
@@ -152,7 +152,7 @@ def commit_checkpoint(
     nothing is committed then.
     """
     staging, final = staging_path(folder, attempt, step), checkpoint_path(folder, step)
-    with _fenced(attempt):
+    with _fenced(folder, attempt):
         write_manifest(staging / MANIFEST, step, files, world_size=world_size, clean=clean, attempt=attempt)
         for parent in {staging, *((staging / name).parent for name in files)}:
             sync_folder(parent)
@@ -170,7 +170,7 @@ def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
     """Mark in the manifest that training stayed healthy after it. Raises SupersededAttemptError and OSError."""
     folder, path = checkpoint.path.parent, checkpoint.path / MANIFEST
     draft = _own_folder(folder, attempt) / f"{checkpoint.path.name}.{MANIFEST}"
-    with _fenced(attempt, path):
+    with contextlib.suppress(FileNotFoundError), _fenced(folder, attempt):  # a user may have deleted it
         manifest = json.loads(path.read_text(encoding="utf-8"))
         del manifest["sha256"]
         _write_manifest(draft, {**manifest, "clean": True})
@@ -180,7 +180,7 @@ def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
 
 def remove_checkpoint(path: Path, attempt: int) -> None:
     """Remove a checkpoint atomically, as a running attempt. Raises SupersededAttemptError and OSError."""
-    with _fenced(attempt, path):
+    with contextlib.suppress(FileNotFoundError), _fenced(path.parent, attempt):  # a user may have deleted it
         shutil.rmtree(_move_to_attempt(path, attempt), ignore_errors=True)
 
 
@@ -201,7 +201,7 @@ def set_aside_newer(folder: Path, step: int, attempt: int) -> list[str]:
     for path in newer:
         aside = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
-        with _fenced(attempt):
+        with _fenced(folder, attempt):
             try:
                 _move_to_attempt(path, attempt, _REPLACED).rename(aside)
             except PermissionError:  # a folder that this user may not write to can only be renamed where it is
@@ -231,18 +231,16 @@ def _move_to_attempt(path: Path, attempt: int, suffix: str = _REMOVED) -> Path:
 
 
 @contextlib.contextmanager
-def _fenced(attempt: int, path: Path | None = None) -> Iterator[None]:
-    """Raise SupersededAttemptError if the attempt's folder is missing (or ESTALE): a later attempt removed it.
+def _fenced(folder: Path, attempt: int) -> Iterator[None]:
+    """Raise SupersededAttemptError for an error (ENOENT, ESTALE) if a later attempt has removed this one's folder.
 
-    If ``path`` is missing instead, a user has deleted that checkpoint, and nothing is left to do.
+    While the folder is there, a file is missing for another reason, or the file server has restarted.
     """
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):
+        if error.errno not in (errno.ENOENT, errno.ESTALE) or os.path.isdir(_own_folder(folder, attempt)):
             raise
-        if path is not None and not os.path.lexists(path):
-            return
         raise SupersededAttemptError(Reason("engine.attempt-superseded", {"attempt": attempt})) from error
 
 

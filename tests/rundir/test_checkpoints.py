@@ -1,14 +1,17 @@
 """The commit protocol: a checkpoint is complete or does not exist, and damage is detected."""
 
+import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -193,6 +196,22 @@ def test_a_checkpoint_that_a_user_deletes_meanwhile_does_not_end_the_attempt_tha
     assert names(tmp_path) == ["attempt-0003.tmp"]
     save(tmp_path, 2)
     assert only(tmp_path).step == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
+def test_an_error_of_the_file_system_does_not_supersede_an_attempt_whose_folder_is_there(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, target: Path) -> NoReturn:
+        raise OSError(number, os.strerror(number), str(path))
+
+    open_attempt(tmp_path, ATTEMPT)
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+            save_in_open_attempt(tmp_path, 1)
+    save_in_open_attempt(tmp_path, 1)
+    assert steps(tmp_path) == [1]
 
 
 def test_an_attempt_older_than_the_current_one_cannot_open(tmp_path: Path) -> None:
