@@ -150,9 +150,9 @@ def _due(run: RunDir, record: RunRecord, scheduler: Backend | None, now: float) 
     earlier, allowed = automatic_submissions(run), record.spec.restarts.lost
     if earlier >= allowed:
         return Recovery(run, "used-up", why, earlier, allowed)
-    events = read_events(run)
-    newest = float(events[-1].get("time", 0.0)) if events else 0.0
-    after = max(newest, submission.submitted) + delay_seconds(earlier)
+    # A node may have recorded an event by a clock that is ahead of this one: it would delay the resume by as much.
+    times = (submission.submitted, *(event.get("time") or 0.0 for event in read_events(run)))
+    after = max((at for at in times if at <= now), default=0.0) + delay_seconds(earlier)
     return Recovery(run, "waiting", why, earlier + 1, allowed, after=after if now < after else None)
 
 

@@ -18,14 +18,14 @@ from scaletrain_cli.launch.backends.local.backend import LocalBackend, read_supe
 from scaletrain_cli.launch.backends.slurm import queue
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.cancel import wait_for_end
-from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.job import Job, Submission
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records, write_node_record
 from scaletrain_cli.launch.recover import delay_seconds, recover, recover_runs, why_lost
 from scaletrain_cli.launch.restart import automatic_submissions, first_attempt_of_job
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import write_document
-from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.journal import append_line, read_events, record_event
 from scaletrain_cli.safe_files import touch
 from tests.launch.conftest import LOCAL, MadeRun, MakeRun
 from tests.waiting import wait_until
@@ -174,6 +174,19 @@ def test_a_run_is_lost_by_a_shutdown_and_not_by_ctrl_c(make_run: MakeRun, monkey
 
 def test_each_resume_waits_twice_as_long_up_to_an_hour() -> None:
     assert [delay_seconds(earlier) for earlier in (0, 1, 2, 10, 1000)] == [60, 120, 240, 3600, 3600]
+
+
+def test_a_node_whose_clock_is_a_day_ahead_does_not_delay_a_resume(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ended(make_run("restarts.lost=2"), *LOST["a requeue that did not happen"][:2])
+    write_document(made.run.submission, vars(Submission("slurm", "7", submitted=1000.0, first_attempt=1)))
+    monkeypatch.setattr(SlurmBackend, "job", lambda *_: GONE)
+    for seconds in (2000.0, 2000.0 + 86400):
+        append_line(made.run.events, {"time": seconds, "event": "suspended", "attempt": 1})
+    waiting = recover(made.run, SLURM, now=2030.0)
+    assert waiting is not None
+    assert waiting.after == 2060.0
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
