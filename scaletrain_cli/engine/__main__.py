@@ -15,6 +15,7 @@ from pathlib import Path
 from scaletrain_cli.errors import ExitCode, PreemptedError
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.log_setup import set_up_logging
+from scaletrain_cli.rundir.documents import DamagedError
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec.hub_files import with_local_files
@@ -55,7 +56,7 @@ def _exit_code(
         if (evidence := getattr(error, "evidence", None)) is not None:
             # Unless another rank of the attempt has recorded it; two ranks may do so at the same instant.
             event = "damaged-data"
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, DamagedError):
                 known = {(e.get("attempt"), e.get("file")) for e in read_events(run) if e["event"] == event}
                 if (attempt, evidence["file"]) not in known:
                     record_event(run, event, attempt=attempt, rank=rank, **evidence)

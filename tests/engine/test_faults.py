@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import pytest
 
+from scaletrain_cli.engine import __main__ as engine
 from scaletrain_cli.engine.faults import KINDS, Faults, InjectedError
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import DoNotRequeueError, UsageError
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.checkpoint_commit import SupersededAttemptError, open_attempt, stage_checkpoint
+from scaletrain_cli.worker.failures import read_failures
 from tests.launch.conftest import PROJECT
 from tests.rundir.test_checkpoints import save
 from tests.waiting import wait_until
@@ -24,6 +28,22 @@ def test_no_fault_is_injected_by_default() -> None:
     faults.before_step(1)
     assert faults.save_delay_seconds == 0
     assert not faults.injects_nan(1)
+
+
+def test_damaged_data_end_the_run_although_its_events_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class DamagedDataError(DoNotRequeueError):
+        failure_reason, evidence = "data", {"file": "shard-00001"}
+
+    def fail(*_: object) -> NoReturn:
+        raise DamagedDataError("shard-00001 is damaged")
+
+    run, unused = RunDir(tmp_path), cast("Any", None)
+    run.events.mkdir()
+    monkeypatch.setattr(engine, "_train", fail)
+    assert engine._exit_code(run, 1, 0, unused, unused, unused) == 93
+    assert [failure.reason for failure in read_failures(run, 1)] == ["data"]
 
 
 def test_a_fault_applies_to_its_rank_step_and_attempt_only() -> None:
