@@ -19,14 +19,7 @@ from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, class
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, has_all_files, read_checkpoint
-from scaletrain_cli.rundir.documents import (
-    read_as,
-    read_document,
-    reporting_damage,
-    typed,
-    undamaged_document,
-    write_document,
-)
+from scaletrain_cli.rundir.documents import read_as, reporting_damage, typed, undamaged_document, write_document
 from scaletrain_cli.rundir.journal import last_logged_step, read_events, read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
@@ -331,7 +324,7 @@ def growth_requests(run: RunDir) -> list[GrowthRequest]:
     """Return all requests of the run, in order of the attempts."""
     found = []
     for number in run.attempts():
-        data = read_document(path := run.attempt(number) / "growth.json")
+        data = undamaged_document(path := run.attempt(number) / "growth.json")
         if data is not None:
             with reporting_damage(path):
                 before = typed(int | None, data.get("params", {}).get("before"))

@@ -44,23 +44,14 @@ _RELEASE_SECONDS = 60.0
 # After a preemption or at the time limit: the job must submit itself again before the scheduler kills it.
 _PREEMPTED_NOTIFY_SECONDS = 1.0
 
-_BUDGET: dict[ExitReason, str] = {
-    "preempted": "preemption",
-    "out-of-grace": "preemption",
-    "node": "node",
-    "wrong-nodes": "node",
-    "hardware": "node",
-    "hang": "node",
-    "communication": "node",
-    "oom": "oom",
-    "host-oom": "oom",
-    "crash": "crash",
-    "data": "crash",  # as a program of the user's states it; the code 93 of the engine stops the run
-    "killed": "crash",
-    "unreadable": "crash",
-    "nan": "crash",
-    "spike": "crash",
+# Of ``data``, ``nan`` and ``spike`` as a program of the user's states them; the engine's code 93 stops the run.
+_REASONS: dict[str, tuple[ExitReason, ...]] = {
+    "preemption": ("preempted", "out-of-grace"),
+    "node": ("node", "wrong-nodes", "hardware", "hang", "communication"),
+    "oom": ("oom", "host-oom"),
+    "crash": ("crash", "killed", "unreadable", "data", "nan", "spike"),
 }
+_BUDGET: dict[str, str] = {reason: budget for budget, reasons in _REASONS.items() for reason in reasons}
 # Not the run's fault: preempted on healthy nodes, or not started on unfit ones.
 # fmt: off
 _NEUTRAL: tuple[ExitReason, ...] = (
@@ -178,14 +169,8 @@ def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | Non
         return None
     if last.decision is not None and last.decision.requeue:
         return None
-    decision = decide(
-        last.exit_code,
-        last.reason,
-        history,
-        record.spec.restarts,
-        cancelled=False,
-        progress_known=_progress_known(run, record),
-    )
+    limits, known = record.spec.restarts, _progress_known(run, record)
+    decision = decide(last.exit_code, last.reason, history, limits, cancelled=False, progress_known=known)
     return None if decision.requeue else decision
 
 
@@ -267,15 +252,12 @@ def conclude_attempt(
         # How the ranks ended is no fault: they were asked to, for doing nothing.
         both = Reason("launch.one-then-another", {"first": idle, "then": outcome.why})
         outcome = Outcome(int(ExitCode.PREEMPTED), "idle", idle if outcome.reason == "preempted" else both)
-    elif outcome.reason in ("preempted", "out-of-grace") and time_is_up():
-        outcome = dataclasses.replace(
-            outcome, reason="time-limit", why=Reason("launch.out-of-time", {"end": outcome.why})
-        )
-    elif (
-        outcome.reason in ("preempted", "out-of-grace")
-        and (asked := read_stop_request(run, number, "growth")) is not None
-    ):
-        outcome = dataclasses.replace(outcome, reason="resize", why=asked)
+    elif outcome.reason in _REASONS["preemption"]:
+        if time_is_up():
+            over = Reason("launch.out-of-time", {"end": outcome.why})
+            outcome = dataclasses.replace(outcome, reason="time-limit", why=over)
+        elif (asked := read_stop_request(run, number, "growth")) is not None:
+            outcome = dataclasses.replace(outcome, reason="resize", why=asked)
     if stop_reason is not None and not cancelled and outcome.exit_code != ExitCode.DONE:
         decision = Decision.because(False, outcome.exit_code, stop_reason, left_to_scheduler=True)
     else:
@@ -283,14 +265,8 @@ def conclude_attempt(
         assert began is not None, f"attempt {number} was never begun"
         earlier = [attempt for attempt in read_attempts(run) if first_attempt <= attempt.number < number]
         history = [*earlier, with_outcome(run, spec, began, outcome)]
-        decision = decide(
-            outcome.exit_code,
-            outcome.reason,
-            history,
-            spec.restarts,
-            cancelled,
-            progress_known=_progress_known(run, record),
-        )
+        code, known = outcome.exit_code, _progress_known(run, record)
+        decision = decide(code, outcome.reason, history, spec.restarts, cancelled, progress_known=known)
         if decision.requeue and may_restart_in_place(history, outcome.against) and keeps_nodes(outcome.against):
             decision = dataclasses.replace(decision, in_place=True)
         if cancelled and outcome.exit_code != ExitCode.DONE and (why := _superseded(run)) is not None:

@@ -86,12 +86,10 @@ class Mirror:
             done = self._bring_up_to_date(is_last)
         except SupersededError:
             return True
-        except LocalFileError as error:  # retention was faster, or a disk is at fault: the next checkpoint is copied
-            self._failed(error)
-            return False
         except (ScaletrainError, OSError) as error:
             self._failed(error)
-            self._claims = []
+            if not isinstance(error, LocalFileError):  # retention was faster, or a disk is at fault
+                self._claims = []
             return False
         self._pause, self._not_before = _FIRST_PAUSE_SECONDS, 0.0
         if self.state.problem is not None:

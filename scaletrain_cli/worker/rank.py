@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -153,12 +154,9 @@ class Rank:
             keep=retention["keep"],
             keep_every=retention.get("keep_every"),
         )
-        self.checkpoints._also_kept = lambda: steps_to_keep(
-            environment.run,
-            resolved.checkpoint_folder,
-            keep_best=retention.get("keep_best"),
-            mirror_to=retention.get("mirror", {}).get("to"),
-        )
+        folder, best, mirror = resolved.checkpoint_folder, retention.get("keep_best"), retention.get("mirror", {})
+        also_kept = partial(steps_to_keep, environment.run, folder, keep_best=best, mirror_to=mirror.get("to"))
+        self.checkpoints._also_kept = also_kept
         self._watch = AgentWatch.of_rank(environment.run, environment.attempt)
 
     @classmethod

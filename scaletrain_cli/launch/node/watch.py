@@ -288,22 +288,17 @@ class Watch:
         beats = self.local_ranks.listen(stopped)
         if not beats:
             return
-        # After the first signal only the end of the grace period counts.
-        hung = None if self.preempted else self._stopped_rank()
-        if hung is None and not self.preempted:
-            hung = hung_rank(beats, time.monotonic())
-        if hung is not None or is_announced(self.run, self.options.attempt, "hung"):
+        # A rank that a signal has stopped makes no progress, even within its announced time limit. After the first
+        # signal to the run only the end of the grace period counts.
+        stopped_pid = self.stopped.longest([rank.pid for rank in self.local_ranks.alive])
+        hangs = stopped_pid is not None or hung_rank(beats, time.monotonic()) is not None
+        if (hangs and not self.preempted) or is_announced(self.run, self.options.attempt, "hung"):
             self._end_hung_ranks()
         elif is_announced(self.run, self.options.attempt, "failed"):
             self._end_remaining("another node failed")
         elif self.start is not None:
             with _logging_disk_errors("what the start waits for could not be recorded"):
                 self.start.look(beats, time.monotonic())
-
-    def _stopped_rank(self) -> int | None:
-        """Return a rank that a signal has stopped: it makes no progress, even within its announced time limit."""
-        pid = self.stopped.longest([rank.pid for rank in self.local_ranks.alive])
-        return next((rank.rank for rank in self.local_ranks.alive if rank.pid == pid), None)
 
     def _end_hung_ranks(self) -> None:
         """Record where all ranks are, and kill them: in a hung collective no rank can save a checkpoint."""
