@@ -109,7 +109,8 @@ class Mirror:
         is_due = self._is_due()
         if is_due:
             self._require_claim()
-            report_activity(self._store, self._generation, self._newest_step())
+            newest = max((each.step for each in list_checkpoints(self._folder)), default=None)
+            report_activity(self._store, self._generation, newest)
             self._looked = time.monotonic()
         if self._folders is None:
             self._folders = list_folders(self._store)
@@ -297,9 +298,6 @@ class Mirror:
         size = size_here(self._run.events)
         self._history.write()
         self._events_size = size
-
-    def _newest_step(self) -> int | None:
-        return max((each.step for each in list_checkpoints(self._folder)), default=None)
 
     def _describe(self, committed: float | None = None) -> None:
         steps = sorted({folder.step for folder in self._line()})

@@ -1,5 +1,6 @@
 """mirror.json and superseded.json of a run directory: what its mirror holds, and whether another place owns the run."""
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -84,9 +85,7 @@ def mark_superseded(run: RunDir, owner: Mapping[str, Any]) -> None:
 
 def read_superseded(run: RunDir) -> dict[str, Any] | None:
     """Return the claim of the place that continues the run; None if this one does."""
-    if not run.superseded_file.exists():
-        return None
-    return undamaged_document(run.superseded_file) or {}
+    return (undamaged_document(run.superseded_file) or {}) if os.path.exists(run.superseded_file) else None
 
 
 def mark_restored(run: RunDir, token: str) -> None:

@@ -227,7 +227,10 @@ def _is_alone(folder: Path, held: contextlib.ExitStack) -> bool:
                 return False
         if last is None:
             logger.warning("another process of yours prepares %s; waiting for it", folder)
-        written = [path.lstat().st_mtime for draft in _own_drafts(folder) for path in (draft, *draft.rglob("*"))]
+        try:
+            written = [path.lstat().st_mtime for draft in _own_drafts(folder) for path in (draft, *draft.rglob("*"))]
+        except FileNotFoundError:  # it renames or removes something at present
+            written = [time.time()]
         if (latest := max(written, default=0.0)) != last:
             last, since = latest, time.monotonic()
     logger.warning(

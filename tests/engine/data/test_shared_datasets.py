@@ -207,6 +207,20 @@ def test_a_process_that_prepares_and_writes_nothing_more_is_not_waited_for(
     assert "has written nothing for" in caplog.text
 
 
+def test_a_process_that_waits_goes_on_if_what_it_looks_at_is_renamed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_datasets, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(shared_datasets, "_STALE_SECONDS", 0.1)
+    folder, looks = tmp_path / "datasets" / "0123", iter([[tmp_path / "renamed"]])
+    with building(folder) as other:
+        with monkeypatch.context() as renaming:
+            renaming.setattr(shared_datasets, "_own_drafts", lambda folder: next(looks, []))
+            built(folder, lambda staging: create_file(staging / "dataset.json", "{}"))
+        create_file(other / "dataset.json", "{}")
+    assert (folder / "dataset.json").is_file()
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "junk in dataset.json": lambda folder: (folder / "dataset.json").write_bytes(b"\0junk"),
     "an empty dataset.json": lambda folder: (folder / "dataset.json").write_text("{}"),
