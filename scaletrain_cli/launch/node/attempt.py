@@ -320,8 +320,8 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     own = _own_folders(run, record, options)
     remove_abandoned(copies_folder(run))
     for folder in (found for mine in own for found in mine.parent.glob("attempt-*")):
-        if not folder.name.startswith(f"attempt-{options.attempt:04d}-"):
-            _remove(folder)  # of an attempt whose agent was killed, or counts as lost
+        if folder.name < f"attempt-{options.attempt:04d}-":
+            _remove(folder)  # of an earlier attempt whose agent was killed, or counts as lost
     if record.spec.layout.offload_device == "nvme":  # optimizer states are read back from there
         make_private_folder(own[0].parent)
     code = place_code(run, record, own[1])
