@@ -142,10 +142,11 @@ def read_split(names: Sequence[str], below: str = "", *, evaluation: bool = Fals
 
 
 END_OF_TEXT = "<|endoftext|>"
-# GPT-2, Llama 3, Llama 2 and Mistral, Qwen, Gemma, DeepSeek, Kimi, Hunyuan.
+# GPT-2 and Qwen, Llama 3, Gemma, DeepSeek, Kimi, Hunyuan, Llama 2 and Mistral. The last two are other tokens elsewhere:
+# of Gemma </s> is HTML, and of Kimi <|im_end|> is the end of a turn.
 ENDS_OF_TEXT = (
-    *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>"),
-    *("<｜end▁of▁sentence｜>", "[EOS]", "<|eos|>"),
+    *(END_OF_TEXT, "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "[EOS]", "<|eos|>"),
+    *("</s>", "<|im_end|>"),
 )
 LFS_POINTER = "version https://git-lfs.github.com/spec/"  # how a file begins that git lfs pull would replace
 # Files beside a tokenizer.json that state tokens, and settings that change them.

@@ -227,10 +227,14 @@ def test_a_dataset_has_the_tokens_and_the_tokenizer_of_a_model(tmp_path: Path) -
     assert len(list((tmp_path / "runs").rglob("tokenizer-*.json"))) == 1
 
 
-@pytest.mark.parametrize("end", ["<｜end▁of▁sentence｜>", "[EOS]", "<|eos|>"], ids=["DeepSeek", "Kimi", "Hunyuan"])
-def test_text_ends_with_the_end_token_of_the_family(end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "other"),
+    [("<｜end▁of▁sentence｜>", ""), ("[EOS]", "<|im_end|>"), ("<|eos|>", ""), ("<eos>", "</s>")],
+    ids=["DeepSeek", "Kimi", "Hunyuan", "Gemma"],
+)
+def test_text_ends_with_the_end_token_of_the_family(end: str, other: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    path.write_text(tokenizer_json("bytes", ("<begin>", end)), encoding="utf-8")
+    path.write_text(tokenizer_json("bytes", ("<begin>", end, *filter(None, [other]))), encoding="utf-8")
     spec = load(SPEC, f"data.tokenizer={{kind: file, path: {path}}}")
     assert tokenizer_problem(path, spec) is None
     text = tmp_path / "a.jsonl"
