@@ -47,9 +47,11 @@ def messages_of(value: Any, column: str, fields: FieldsSpec) -> list[Message]:
     messages: list[Message] = []
     for number, entry in enumerate(listed):
         message = _message(entry, number, column, fields)
-        is_call = message.pop(CALL, False)
-        if is_call and messages and messages[-1].get("tool_calls") and not messages[-1]["content"]:
-            messages[-1]["tool_calls"] += message["tool_calls"]  # calls that were made at once
+        is_call, last = message.pop(CALL, False), messages[-1] if messages else {}
+        said = {"weight": None, **message}  # beside the call itself
+        same_turn = all(last.get(key) == said[key] for key in said.keys() - {"content", "tool_calls"})
+        if is_call and same_turn and last.get("tool_calls") and not last["content"]:  # calls that were made at once
+            last["tool_calls"] += message["tool_calls"]
         else:
             messages.append(message)
     return messages
@@ -74,7 +76,7 @@ def _message(entry: Any, number: int, column: str, fields: FieldsSpec) -> Messag
     found: Message = {"role": roles.get(role, role), "content": content, **message}
     if role == CALL:
         calls = [{"type": "function", "function": call} for call in _calls(content, number)]
-        return {"role": ASSISTANT, "content": "", "tool_calls": calls, CALL: True}
+        return {**message, "role": ASSISTANT, "content": "", "tool_calls": calls, CALL: True}
     if CALL in message:
         found["tool_calls"] = [{"type": "function", "function": call} for call in _calls(found.pop(CALL), number)]
     elif "tool_calls" in message:

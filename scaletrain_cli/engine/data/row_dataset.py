@@ -30,7 +30,7 @@ from scaletrain_cli.spec.data import SETTINGS_OF_ROWS
 from scaletrain_cli.text import lost_text
 
 SCHEMA = "scaletrain.rows/v1"
-_RENDERING = "rendering/v3"  # raised with every change of what rows become
+_RENDERING = "rendering/v4"  # raised with every change of what rows become
 # The files of a split, and their types; tokens have the type of the dataset.
 PARTS = {"bin": "", "weights.bin": "float32", "ends.bin": "int64", "rows.bin": "int64", "totals.bin": "float64"}
 

@@ -256,6 +256,24 @@ READ: dict[str, tuple[str, dict[str, Any], str, list[str], list[str]]] = {
         *("chatml", {"messages": [user("a"), called("")]}, "messages"),
         *(['<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call><|im_end|>\n'], []),
     ),
+    "calls with weights and a thought of their own": (
+        "chatml",
+        {
+            "conversations": [
+                {"from": "human", "value": "a"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {}}', "weight": 0},
+                {"from": "function_call", "value": '{"name": "g", "arguments": {}}', "thinking": "hm"},
+                {"from": "function_call", "value": '{"name": "h", "arguments": {}}'},
+                {"from": "observation", "value": "b"},
+            ]
+        },
+        "sharegpt",
+        [
+            '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "h", "arguments": {}}\n</tool_call><|im_end|>\n'
+        ],
+        [],
+    ),
     "a row that ends with a call": (
         *("glm-4.5", {"messages": [user("a"), called({"x": 1})]}, "messages"),
         *(["\n<tool_call>time\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>"], []),
