@@ -89,7 +89,7 @@ class _Text(NamedTuple):
     """A text to encode. In the loss are the characters of ``spans``, or those after ``prompt``, or all (None)."""
 
     text: str
-    special: bool  # the tokenizer adds its special tokens; a chat template has written them
+    special: bool  # the tokens that the tokenizer puts before a text come first; a chat template has written them
     prompt: str | None = None
     spans: list[Span] | None = None
     images: int = 0
@@ -107,6 +107,8 @@ class ChatTokenizer:
         """
         self._tokenizer, self._files, self._loss_on, self.images = tokenizer, files, data.loss_on, images
         self._name = data.tokenizer.path or "bpe"
+        letter = tokenizer.encode("a")
+        self._before: list[int] = letter.ids[: [*letter.special_tokens_mask, 0].index(0)]
         self.end = next((name for name in (files.tokens.get("eos_token"), *ENDS_OF_TEXT) if self._is_token(name)), None)
         stops = {files.tokens.get("eos_token"), *map(tokenizer.id_to_token, files.stop_ids)}
         added = tokenizer.get_added_tokens_decoder().values()
@@ -256,22 +258,23 @@ class ChatTokenizer:
         return (text if text.endswith(self.end) else text + self.end), frozenset({self.end})
 
     def _encode(self, texts: Sequence[_Text]) -> list[Encoded | RowError]:
-        found: list[Encoded | RowError | None] = [None] * len(texts)
-        for special in (False, True):
-            places = [place for place, each in enumerate(texts) if each.special == special]
-            encodings = self._tokenizer.encode_batch([texts[i].text for i in places], add_special_tokens=special)
-            prompts = [i for i in places if texts[i].prompt is not None]
-            begins = self._tokenizer.encode_batch([texts[i].prompt for i in prompts], add_special_tokens=special)
-            of_prompt = {i: encoding.ids for i, encoding in zip(prompts, begins, strict=True)}
-            for i, encoding in zip(places, encodings, strict=True):
-                try:
-                    found[i] = self._weighted(texts[i], encoding, of_prompt.get(i))
-                except RowError as error:
-                    found[i] = error
-        return [each for each in found if each is not None]
+        encodings = self._tokenizer.encode_batch([each.text for each in texts], add_special_tokens=False)
+        prompts = [each.prompt or "" for each in texts]
+        of_prompts = self._tokenizer.encode_batch(prompts, add_special_tokens=False)
+        found: list[Encoded | RowError] = []
+        for text, encoding, of_prompt in zip(texts, encodings, of_prompts, strict=True):
+            try:
+                found.append(self._weighted(text, encoding, None if text.prompt is None else of_prompt.ids))
+            except RowError as error:
+                found.append(error)
+        return found
 
     def _weighted(self, text: _Text, encoding: Any, prompt: list[int] | None) -> Encoded:
-        ids = np.array(encoding.ids, np.int64)
+        # A text may begin with the special token itself. Those that the tokenizer puts behind a text are left out:
+        # texts have their end, and prompts none.
+        has_start = not text.special or encoding.ids[: len(self._before)] == self._before
+        before = [] if has_start else self._before
+        ids = np.array([*before, *encoding.ids], np.int64)
         weights = np.zeros(len(ids), np.float32)
         if text.spans is not None:
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -287,7 +290,7 @@ class ChatTokenizer:
             around = text.text[max(0, border - _CHARACTERS_SHOWN) : border + _CHARACTERS_SHOWN]
             raise RowError("prompt-not-a-prefix", around=around)
         else:
-            weights[len(prompt) :] = 1
+            weights[len(before) + len(prompt) :] = 1
         encoded = Encoded(ids, weights, text.lacks, frozenset(map(self._tokenizer.token_to_id, text.stops)))
         return encoded if self.images is None else self._with_copies(encoded, text.images)
 

@@ -412,6 +412,23 @@ def test_text_ends_with_the_end_token_once() -> None:
         assert (document.weights == 1).all()
 
 
+@pytest.mark.parametrize("around", ["<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize("start", ["", "<s>"])
+def test_text_has_each_special_token_of_the_tokenizer_once(start: str, around: str) -> None:
+    from tokenizers import processors
+
+    plain = tokenizer("llama-2")
+    special = [(mark, plain.token_to_id(mark)) for mark in ("<s>", "</s>")]
+    plain.post_processor = processors.TemplateProcessing(single=around, special_tokens=special)
+    chosen = ChatTokenizer(plain, TemplateFiles(special_tokens("llama-2"), {}), DataSpec(source="x"))
+    (text,) = encoded(chosen, parse_row({"text": f"{start}Good day"}, "text", FieldsSpec())[0])
+    row = {"prompt": f"{start}Good", "completion": " day</s>"}
+    (answer,) = encoded(chosen, parse_row(row, "prompt_completion", FieldsSpec())[0])
+    for document in (text, answer):
+        assert plain.decode(document.ids.tolist(), skip_special_tokens=False) == "<s>Good day</s>"
+    assert plain.decode(answer.ids[answer.weights > 0].tolist(), skip_special_tokens=False) == " day</s>"
+
+
 def test_both_answers_of_a_pair_have_the_mask_of_their_completion() -> None:
     plain, chosen = chat("chatml", CHATML)
     rows: list[Callable[[], dict[str, Any]]] = [
