@@ -4,7 +4,9 @@ Uses the standard library only, because checks before a run read the first rows.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from scaletrain_cli.spec.data import FORMATS_OF, FieldsSpec
@@ -336,17 +338,14 @@ def _without_common_prompt(
 
 
 def _without_common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Return the common beginning, up to the last space, and the two rests."""
-    common = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    if common is None:
-        common = min(len(chosen), len(rejected))
-    while common and not chosen[common - 1].isspace():  # whole words, so that tokens end there
-        common -= 1
-    while common and chosen[common - 1].isspace():  # a space belongs to the token of the next word
-        common -= 1
-    if not common:
+    """Return the common beginning, up to white space at which tokens end, and the two rests. Raises RowError."""
+    common = chosen[: next((i for i, (a, b) in enumerate(zip_longest(chosen, rejected)) if a != b), None)]
+    # White space belongs to the token of the next word; but after a mark, line ends to that of the mark, as of Llama 3.
+    borders = [*re.finditer(r"[^\W_]\s|\S[^\S\r\n]", common)] or [*re.finditer(r"\S\s", common)]
+    if not borders:
         raise RowError("no-common-prompt")
-    return chosen[:common], chosen[common:], rejected[common:]
+    end = borders[-1].end() - 1
+    return chosen[:end], chosen[end:], rejected[end:]
 
 
 def _text_or_messages(row: _RowReader, column: str) -> str | list[Message]:

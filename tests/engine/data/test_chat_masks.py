@@ -24,6 +24,7 @@ from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.row_examples import Example, Message, RowError
 from scaletrain_cli.spec.row_formats import parse_row
+from tests.tokenizer_kinds import tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -402,6 +403,19 @@ def test_a_prompt_whose_last_token_spans_the_border_is_refused() -> None:
     with pytest.raises(RowError) as refused:
         encoded(chosen, bad)
     assert refused.value.reason.code == "data.prompt-not-a-prefix"
+
+
+def test_the_common_beginning_of_two_texts_ends_where_a_token_of_both_ends() -> None:
+    begins = "\n\nHuman: Which fruit?\n\nAssistant: Some"
+    texts = {"chosen": f"{begins} fruits:\n\nApples", "rejected": f"{begins} fruits:\n\nPears"}
+    trained = tokenizers.Tokenizer.from_str(tokenizer_json("split"))
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["</s>"], show_progress=False)
+    trained.train_from_iterator([*texts.values()] * 3, trainer)
+    assert trained.token_to_id(":ĊĊ"), "a mark and the line ends after it are one token, as of Llama 3"
+    chosen = ChatTokenizer(trained, TemplateFiles({"eos_token": "</s>"}, {}), DataSpec(source="x"))
+    for document, name in zip(encoded(chosen, parse_row(texts, "preference", FieldsSpec())[0]), texts, strict=True):
+        in_loss = trained.decode(document.ids[document.weights > 0].tolist(), skip_special_tokens=False)
+        assert begins + in_loss == texts[name] + "</s>"
 
 
 def test_text_ends_with_the_end_token_once() -> None:
