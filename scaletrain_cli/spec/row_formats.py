@@ -121,9 +121,22 @@ def _calls(value: Any, number: int) -> list[Any]:
 def from_json(value: Any) -> Any:
     """Return the value of a JSON text, None for a blank one; any other text or value as it is."""
     try:
-        return value if not isinstance(value, str) else json.loads(value) if value.strip() else None
+        return value if not isinstance(value, str) else parsed_json(value) if value.strip() else None
     except (ValueError, RecursionError):
         return value
+
+
+def parsed_json(text: str) -> Any:
+    """Return the value of a JSON text. Lone surrogates, which JSON can contain, become question marks.
+
+    Raises ValueError and RecursionError.
+    """
+    value = json.loads(text)
+    if "\\u" in text:
+        plain = json.dumps(value, ensure_ascii=False)
+        if (valid := plain.encode("utf-8", "replace").decode()) != plain:
+            return json.loads(valid)
+    return value
 
 
 # Columns whose names are fixed: earlier turns of alpaca rows, tools of OpenAI's first API, variables of the template.

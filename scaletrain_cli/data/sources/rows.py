@@ -1,7 +1,6 @@
 """Read the rows of files for fine-tuning as JSON values: jsonl, json, parquet and Arrow."""
 
 import io
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from scaletrain_cli.extras import require
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import COMPRESSIONS, FEW_REPLACED, LFS_POINTER, MOST_REPLACED, kind_of
 from scaletrain_cli.spec.row_examples import RowError
+from scaletrain_cli.spec.row_formats import parsed_json
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _PROBLEMS_KEPT = 20
@@ -116,16 +116,11 @@ def _clean(text: str, tally: Tally) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """Return the JSON value, or a RowError; lone surrogates, which JSON can contain, become question marks."""
+    """Return the JSON value, or a RowError."""
     try:
-        value = json.loads(text)
+        return parsed_json(text)
     except (ValueError, RecursionError) as error:
         return RowError(_json_problem(text.strip(" \t\r\n")), error=str(error))  # gzip begins with white space
-    if "\\u" in text:
-        plain = json.dumps(value, ensure_ascii=False)
-        if (valid := plain.encode("utf-8", "replace").decode()) != plain:
-            return json.loads(valid)
-    return value
 
 
 def _json_problem(text: str) -> str:

@@ -274,6 +274,10 @@ READ: dict[str, tuple[str, dict[str, Any], str, list[str], list[str]]] = {
         ],
         [],
     ),
+    "half an emoji in JSON text": (
+        *("qwen-2.5", {"messages": '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\\ud83d"}]'}),
+        *("messages", ["b?<|im_end|>\n"], []),
+    ),
     "a row that ends with a call": (
         *("glm-4.5", {"messages": [user("a"), called({"x": 1})]}, "messages"),
         *(["\n<tool_call>time\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>"], []),
