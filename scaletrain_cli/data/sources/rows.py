@@ -15,7 +15,7 @@ from scaletrain_cli.extras import require
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import COMPRESSIONS, FEW_REPLACED, LFS_POINTER, MOST_REPLACED, kind_of
 from scaletrain_cli.spec.row_examples import RowError
-from scaletrain_cli.spec.row_formats import parsed_json
+from scaletrain_cli.spec.row_formats import from_json, parsed_json
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _PROBLEMS_KEPT = 20
@@ -60,9 +60,10 @@ def rows_in(path: Path, tally: Tally, at_once: int | None = None) -> Iterator[Ra
             number = 0
             try:
                 for batch in _TABLES[kind](path, at_once):
+                    types = {column.name: column.type for column in batch.schema}
                     for row in batch.to_pylist():
                         number += 1
-                        content = {name: _without_nulls(value) for name, value in row.items()}
+                        content = {name: _as_json(value, types[name]) for name, value in row.items()}
                         yield RawRow(f"{path}, row {number}", content, path)
             except (arrow.ArrowException, UnicodeDecodeError) as error:
                 reason = Reason("sources.table-damaged", {"error": " ".join(str(error).split())})
@@ -157,8 +158,19 @@ def _arrow_batches(path: Path, at_once: int | None) -> Iterator[Any]:
 _TABLES = {"parquet": _parquet_batches, "arrow": _arrow_batches}
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a nested value without the keys that parquet adds as null to the objects of a list that lack them."""
+def _as_json(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type as JSON has it, without the keys that parquet adds as null to objects in lists.
+
+    The library datasets stores values of different forms in one column as JSON text (arrow.json); Spark writes maps.
+    """
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return from_json(value)
+    kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None or key == "content"}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        named = {key: _as_json(inner, kind.field(key).type) for key, inner in value.items()}
+        return {key: inner for key, inner in named.items() if inner is not None or key == "content"}
+    if not isinstance(value, list):
+        return value
+    if hasattr(kind, "item_type"):  # a map
+        return {key: _as_json(inner, kind.item_type) for key, inner in value}
+    return [_as_json(inner, kind.value_type) for inner in value]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.data.sources.rows import Tally, rows_in
 from scaletrain_cli.engine.data import row_source, show
 from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
 from scaletrain_cli.engine.data.row_dataset import RowsInfo, rows_folder
@@ -221,6 +222,21 @@ def test_jsonl_json_and_parquet_give_the_same_rows(folder: Path) -> None:
         for kind in ("jsonl", "json", "parquet")
     }
     assert len(prints) == 1
+
+
+def test_json_text_and_maps_of_parquet_are_read_as_objects(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    chats = [row["messages"] for row in ROWS]
+    texts = arrow.array([[json.dumps(message) for message in chat] for chat in chats])
+    as_map = arrow.map_(arrow.string(), arrow.string())
+    columns = {
+        "structs": chats,
+        "json": texts.cast(arrow.list_(arrow.json_())),  # as datasets 5 stores values of different forms
+        "maps": arrow.array([[[*message.items()] for message in chat] for chat in chats], arrow.list_(as_map)),
+    }
+    parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet")
+    read = [row.content for row in rows_in(tmp_path / "rows.parquet", Tally())]
+    assert read == [dict.fromkeys(columns, chat) for chat in chats]
 
 
 def test_a_row_that_cannot_be_used_is_named_with_its_file_and_line(folder: Path) -> None:
