@@ -36,6 +36,7 @@ CALL = "function_call"  # the role of a message that is a call, and the key of a
 _ARGUMENTS = ("arguments", "parameters", "input")  # keys of a call's arguments: OpenAI's, Llama's and Anthropic's
 # Names under which a message has its reasoning, as in transformers; most templates read the first, GPT-OSS the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+_IS_TRAINED = ("train", "training", "loss")  # keys of Axolotl and ms-swift that are false for a turn of weight 0
 
 
 def messages_of(value: Any, column: str, fields: FieldsSpec) -> list[Message]:
@@ -65,6 +66,9 @@ def _message(entry: Any, number: int, column: str, fields: FieldsSpec) -> Messag
         raise RowError("message", number=number, column=column)
     # A key that is null says no more than one that is absent, and templates ask whether it is there.
     message = {key: value for key, value in entry.items() if (value is not None and value == value) or key == "content"}
+    for name in _IS_TRAINED:
+        if isinstance(message.get(name), bool):
+            message.setdefault("weight", float(message.pop(name)))
     of_sharegpt = "from" in message and "role" not in message
     role = message.pop("from", None) if of_sharegpt else message.pop("role", None)
     content = message.pop("value", None) if of_sharegpt else message.pop("content", None)

@@ -274,6 +274,11 @@ READ: dict[str, tuple[str, dict[str, Any], str, list[str], list[str]]] = {
         ],
         [],
     ),
+    "turns that Axolotl and ms-swift do not train": (
+        "qwen-2.5",
+        {"messages": [user("a"), assistant("b", train=False), user("c"), assistant("d", loss=False), assistant("e")]},
+        *("messages", ["e<|im_end|>\n"], []),
+    ),
     "half an emoji in JSON text": (
         *("qwen-2.5", {"messages": '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\\ud83d"}]'}),
         *("messages", ["b?<|im_end|>\n"], []),
