@@ -6,7 +6,7 @@ Uses the standard library only, because checks before a run read the first rows.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any, NamedTuple
 
 from scaletrain_cli.spec.data import FORMATS_OF, FieldsSpec
@@ -345,10 +345,8 @@ def _without_common_prompt(
         return _without_common_text(chosen, rejected)
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise RowError("columns-differ", columns=[row.fields.chosen, row.fields.rejected])
-    common = 0
-    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
-        common += 1
-    common = min(common, len(chosen) - 1, len(rejected) - 1)  # equal answers are answers still
+    # without the last messages: equal answers are answers still
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:-1], rejected[:-1], strict=False)))
     if not common:
         raise RowError("no-common-prompt")
     return chosen[:common], chosen[common:], rejected[common:]

@@ -142,7 +142,10 @@ class ChatTokenizer:
                 texts.append([text._replace(images=images) for text in self._texts(example)])
             except RowError as error:
                 texts.append(error)
-        encoded = iter(self._encode([text for each in texts if not isinstance(each, RowError) for text in each]))
+        usable = [text for each in texts if not isinstance(each, RowError) for text in each]
+        encodings = self._tokenizer.encode_batch([each.text for each in usable], add_special_tokens=False)
+        of_prompts = self._tokenizer.encode_batch([each.prompt or "" for each in usable], add_special_tokens=False)
+        encoded = map(self._weighted, usable, encodings, of_prompts)
         found: list[list[Encoded] | RowError] = []
         for each, (_, weight) in zip(texts, examples, strict=True):
             if isinstance(each, RowError):
@@ -155,10 +158,6 @@ class ChatTokenizer:
                 [one._replace(weights=one.weights * np.float32(weight)) for one in whole] if failed is None else failed
             )
         return found
-
-    def text_of(self, example: Example) -> str:
-        """Return the text of an example, from which a tokenizer can learn. Raises RowError."""
-        return "".join(each.text for each in self._texts(example))
 
     def _texts(self, example: Example) -> list[_Text]:
         if isinstance(example, Pair):
@@ -257,19 +256,7 @@ class ChatTokenizer:
             raise RowError("tokenizer-without-end", tokenizer=self._name)
         return (text if text.endswith(self.end) else text + self.end), frozenset({self.end})
 
-    def _encode(self, texts: Sequence[_Text]) -> list[Encoded | RowError]:
-        encodings = self._tokenizer.encode_batch([each.text for each in texts], add_special_tokens=False)
-        prompts = [each.prompt or "" for each in texts]
-        of_prompts = self._tokenizer.encode_batch(prompts, add_special_tokens=False)
-        found: list[Encoded | RowError] = []
-        for text, encoding, of_prompt in zip(texts, encodings, of_prompts, strict=True):
-            try:
-                found.append(self._weighted(text, encoding, None if text.prompt is None else of_prompt.ids))
-            except RowError as error:
-                found.append(error)
-        return found
-
-    def _weighted(self, text: _Text, encoding: Any, prompt: list[int] | None) -> Encoded:
+    def _weighted(self, text: _Text, encoding: Any, of_prompt: Any) -> Encoded | RowError:
         # A text may begin with the special token itself. Those that the tokenizer puts behind a text are left out:
         # texts have their end, and prompts none.
         has_start = not text.special or encoding.ids[: len(self._before)] == self._before
@@ -282,25 +269,22 @@ class ChatTokenizer:
                 # A character of several tokens gives its offsets to each of them.
                 inside = (offsets[:, 0] < stop) & (np.maximum(offsets[:, 1], offsets[:, 0] + 1) > start)
                 weights[inside] = weight
-        elif prompt is None:
-            weights[:] = 1
-        elif encoding.ids[: len(prompt)] != prompt:
-            assert text.prompt is not None
-            border = len(text.prompt)
+        elif encoding.ids[: len(of_prompt.ids)] != of_prompt.ids:
+            border = len(text.prompt or "")
             around = text.text[max(0, border - _CHARACTERS_SHOWN) : border + _CHARACTERS_SHOWN]
-            raise RowError("prompt-not-a-prefix", around=around)
+            return RowError("prompt-not-a-prefix", around=around)
         else:
-            weights[len(before) + len(prompt) :] = 1
+            weights[0 if text.prompt is None else len(before) + len(of_prompt.ids) :] = 1
         encoded = Encoded(ids, weights, text.lacks, frozenset(map(self._tokenizer.token_to_id, text.stops)))
         return encoded if self.images is None else self._with_copies(encoded, text.images)
 
-    def _with_copies(self, document: Encoded, images: int) -> Encoded:
+    def _with_copies(self, document: Encoded, images: int) -> Encoded | RowError:
         """Return the tokens with as many copies of each image token as an image has, which are not in the loss."""
         assert self.images is not None
         ids, weights = document.ids, document.weights
         places = ids == self.images.id
         if (found := int(places.sum())) != images:
-            raise RowError("image-tokens", found=found, images=images)
+            return RowError("image-tokens", found=found, images=images)
         weights[places] = 0
         copies = np.where(places, self.images.copies, 1)
         return document._replace(ids=np.repeat(ids, copies), weights=np.repeat(weights, copies))

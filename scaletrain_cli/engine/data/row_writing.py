@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -90,7 +90,7 @@ _ROWS_PER_ENCODE = 256
 _BAD_SHOWN = 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowCounts:
     """Numbers of rows read, left out and truncated, and of tokens kept. ``targets``: tokens in the loss."""
 
@@ -174,8 +174,9 @@ class RowEncoder:
         if cut and self._truncation == "refuse":
             problem = RowError("row-too-long", tokens=longest, seq_len=self._seq_len)
             raise UsageError(problem.at(row.where))
+        counts.read += 1
         if cut and self._truncation == "drop":
-            self.counts = replace(counts, read=counts.read + 1, too_long=counts.too_long + 1)
+            counts.too_long += 1
             return None
         part = slice(-self._seq_len, None) if self._truncation == "keep_end" else slice(self._seq_len)
         if cut and self._images is not None:
@@ -185,15 +186,11 @@ class RowEncoder:
         for document in documents:
             document.weights[:1] = 0
         if not all(document.weights.any() for document in documents):
-            self.counts = replace(counts, read=counts.read + 1, without_target=counts.without_target + 1)
+            counts.without_target += 1
             return None
-        self.counts = replace(
-            counts,
-            read=counts.read + 1,
-            truncated=counts.truncated + cut,
-            tokens=counts.tokens + sum(len(document.ids) for document in documents),
-            targets=counts.targets + sum(int(np.count_nonzero(document.weights)) for document in documents),
-        )
+        counts.truncated += cut
+        counts.tokens += sum(len(document.ids) for document in documents)
+        counts.targets += sum(int(np.count_nonzero(document.weights)) for document in documents)
         return documents
 
 
@@ -210,10 +207,7 @@ class _Spool:
         self._files[1].write(document.weights.tobytes())
         self.lengths.append(len(document.ids))
 
-    def __enter__(self) -> "_Spool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for file in self._files:
             file.close()
 
@@ -243,10 +237,7 @@ class _Images:
         self.bad: list[str] = []
         self.rows_left_out = 0
 
-    def __enter__(self) -> "_Images":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
 
@@ -295,7 +286,7 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
     images = None
     if isinstance(spec.model, LlavaSpec):
         assert chat.images is not None
-        images = held.enter_context(_Images(spec, spec.model, folder, chat.images))
+        images = held.enter_context(closing(_Images(spec, spec.model, folder, chat.images)))
         ids.discard(chat.images.id)  # no row of the embedding
     vocab_size = max(ids) + 1
     row_format, rows = rows_of(data, objective, tally, images=is_llava)
@@ -305,7 +296,7 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
     encoder = RowEncoder(chat, data, seq_len, tally)
     weighted = False
     with ExitStack() as opened:
-        spools = {split: opened.enter_context(_Spool(folder, split, dtype)) for split in SPLITS}
+        spools = {split: opened.enter_context(closing(_Spool(folder, split, dtype))) for split in SPLITS}
         for rows, validation_share in parts:
             usable = ((row, list[StoredImage]()) for row in rows) if images is None else images.usable(rows)
             while batch := list(islice(usable, _ROWS_PER_ENCODE)):

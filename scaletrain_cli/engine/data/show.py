@@ -1,6 +1,7 @@
 """The command ``show``: the first rows of a spec as a model is trained on them, with the weight of each part."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     lengths: list[int] = []
     number = 0
     for number, row in enumerate(islice(rows, max(_ROWS_COUNTED, first + count - 1)), start=1):
-        before = encoder.counts
+        before = replace(encoder.counts)
         kept = [documents for _, documents in encoder.encode([row])]
         lengths += [len(document.ids) for documents in kept for document in documents]
         if first <= number < first + count:

@@ -119,8 +119,10 @@ def test_variables_of_the_template_come_from_the_spec_and_from_the_row() -> None
     files = TemplateFiles({"eos_token": "<|im_end|>"}, {"default": template})
     texts = []
     for settings, row in [({}, {}), ({"mood": "calm"}, {}), ({"mood": "calm"}, {"mood": "brisk"})]:
-        chat = ChatTokenizer(tokenizer("chatml"), files, DataSpec(source="x", chat_template_kwargs=settings))
-        texts.append(chat.text_of(conversation([TURNS[4], TURNS[5]], chat_template_kwargs=row)))
+        plain = tokenizer("chatml")
+        chat = ChatTokenizer(plain, files, DataSpec(source="x", chat_template_kwargs=settings))
+        (document,) = encoded(chat, conversation([TURNS[4], TURNS[5]], chat_template_kwargs=row))
+        texts.append(plain.decode(document.ids.tolist()))
     assert ["calm" in text for text in texts] == [False, True, False]
     assert "brisk" in texts[2]
     assert all(one != other for one, other in pairwise(texts))
