@@ -48,7 +48,14 @@ def prepare_rows(spec: RunSpec, runs_root: Path) -> Path:
 
     Raises UsageError.
     """
-    return built(rows_folder(spec, runs_root), lambda staging: build_rows(spec, staging))
+    folder = rows_folder(spec, runs_root)
+
+    def build(staging: Path) -> None:
+        build_rows(spec, staging)
+        if rows_folder(spec, runs_root) != folder:  # it is named by the content of the files, as it was before
+            raise UsageError(Reason("data.file-changed", {"path": spec.data.only_source}))
+
+    return built(folder, build)
 
 
 def open_data_of(

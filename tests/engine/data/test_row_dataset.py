@@ -16,7 +16,7 @@ import pytest
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.sources.rows import Tally, rows_in
-from scaletrain_cli.engine.data import row_source, show
+from scaletrain_cli.engine.data import prepared, row_source, show
 from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
 from scaletrain_cli.engine.data.row_dataset import RowsInfo, rows_folder
 from scaletrain_cli.engine.data.row_source import docstring_rows
@@ -222,6 +222,18 @@ def test_jsonl_json_and_parquet_give_the_same_rows(folder: Path) -> None:
         for kind in ("jsonl", "json", "parquet")
     }
     assert len(prints) == 1
+
+
+def test_rows_that_change_while_they_are_prepared_are_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def append_a_row(*_: object) -> None:
+        with (folder / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(conversation(99)))
+
+    before = rows_folder(spec(folder), folder / "runs")
+    monkeypatch.setattr(prepared, "build_rows", append_a_row)
+    with pytest.raises(UsageError, match=r"rows\.jsonl has changed while it was prepared"):
+        prepare_rows(spec(folder), folder / "runs")
+    assert not before.exists()
 
 
 def test_json_text_and_maps_of_parquet_are_read_as_objects(tmp_path: Path) -> None:
