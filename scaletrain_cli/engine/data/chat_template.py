@@ -352,7 +352,7 @@ class ChatTemplate:
         end = self.tokens.named.get("eos_token", "")
         if end and until.endswith(end) and not text.startswith(until):  # written once, after the last message
             until = until.removesuffix(end)
-            is_ended = _token_before(until.rstrip(), (*self.tokens.stops, *self.tokens.others))
+            is_ended = _token_before(until.rstrip(), (*self.tokens.stops, self._own_end))
             if not is_ended and _token_at(text, len(until), self.tokens.others):  # another token ends the turn there
                 raise RowError("template-rewrites-history", number=number)
         if not text.startswith(until):

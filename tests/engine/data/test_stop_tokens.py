@@ -114,6 +114,13 @@ def test_a_template_whose_turns_do_not_end_is_refused(template: str, code: str) 
     assert refused.value.reason.code == f"data.{code}"
 
 
+def test_the_token_before_an_empty_answer_is_no_end() -> None:
+    _, chat = chat_of("gpt-oss")
+    with pytest.raises(RowError) as refused:
+        encoded(chat, conversation([TURNS[0], {"role": "assistant", "content": ""}, TURNS[4], TURNS[5]]))
+    assert refused.value.reason.code == "data.template-rewrites-history", "the last turn alone ends with a stop token"
+
+
 def test_variables_of_the_template_come_from_the_spec_and_from_the_row() -> None:
     template = EVERY_TEMPLATE["plain content"].replace("{{ m.content }}", "{{ m.content }}{{ mood | default('') }}")
     files = TemplateFiles({"eos_token": "<|im_end|>"}, {"default": template})
