@@ -281,7 +281,7 @@ class ChatTemplate:
         if token := _token_at(text, after, stops):
             return text, after + len(token), token
         token, place = _token_before(inside, others), last.stop
-        if not token and self._own_end and text.startswith(self._own_end, after):
+        if self._own_end and text.startswith(self._own_end, after):  # a call may end with a token of its own
             token, place = self._own_end, after + len(self._own_end)
         if token:
             pieces = [text[span.start : span.stop].rstrip().removesuffix(token) for span in spans]

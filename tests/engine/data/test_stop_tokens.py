@@ -114,6 +114,22 @@ def test_a_template_whose_turns_do_not_end_is_refused(template: str, code: str) 
     assert refused.value.reason.code == f"data.{code}"
 
 
+def test_a_call_ends_with_the_token_behind_its_generation_block() -> None:
+    import tokenizers
+
+    plain = tokenizer("chatml")
+    plain.add_tokens([tokenizers.AddedToken("</tool_call>", normalized=False)])  # as Qwen, which is no special token
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    files = TemplateFiles({"eos_token": "<|endoftext|>"}, {"default": template})
+    (document,) = encoded(ChatTokenizer(plain, files, DataSpec(source="x")), conversation(TURNS))
+    assert ends_of_turns(plain, document) == ["<|im_end|>"] * 3
+    assert document.stops == {plain.token_to_id("<|im_end|>")}
+
+
 def test_the_token_before_an_empty_answer_is_no_end() -> None:
     _, chat = chat_of("gpt-oss")
     with pytest.raises(RowError) as refused:
