@@ -70,8 +70,7 @@ def _message(entry: Any, number: int, column: str, fields: FieldsSpec) -> Messag
         if isinstance(message.get(name), bool):
             message.setdefault("weight", float(message.pop(name)))
     of_sharegpt = "from" in message and "role" not in message
-    role = message.pop("from", None) if of_sharegpt else message.pop("role", None)
-    content = message.pop("value", None) if of_sharegpt else message.pop("content", None)
+    role, content = (message.pop(key, None) for key in (("from", "value") if of_sharegpt else ("role", "content")))
     if not isinstance(role, str):
         raise RowError("message", number=number, column=column)
     if not all(isinstance(message.get(name, ""), str) for name in REASONING):

@@ -135,28 +135,23 @@ class ChatTokenizer:
 
         In place of an example that cannot be used stands its error.
         """
-        texts: list[list[_Text] | RowError] = []
+        texts: list[list[_Text | RowError]] = []
         for example, _ in examples:
             try:
                 images = 0 if self.images is None else image_marks(example)
                 texts.append([text._replace(images=images) for text in self._texts(example)])
             except RowError as error:
-                texts.append(error)
-        usable = [text for each in texts if not isinstance(each, RowError) for text in each]
+                texts.append([error])
+        usable = [text for each in texts for text in each if isinstance(text, _Text)]
         encodings = self._tokenizer.encode_batch([each.text for each in usable], add_special_tokens=False)
         of_prompts = self._tokenizer.encode_batch([each.prompt or "" for each in usable], add_special_tokens=False)
         encoded = map(self._weighted, usable, encodings, of_prompts)
         found: list[list[Encoded] | RowError] = []
         for each, (_, weight) in zip(texts, examples, strict=True):
-            if isinstance(each, RowError):
-                found.append(each)
-                continue
-            documents = [next(encoded) for _ in each]
+            documents = [next(encoded) if isinstance(one, _Text) else one for one in each]
             failed = next((one for one in documents if isinstance(one, RowError)), None)
             whole = [one for one in documents if isinstance(one, Encoded)]
-            found.append(
-                [one._replace(weights=one.weights * np.float32(weight)) for one in whole] if failed is None else failed
-            )
+            found.append(failed or [one._replace(weights=one.weights * np.float32(weight)) for one in whole])
         return found
 
     def _texts(self, example: Example) -> list[_Text]:

@@ -51,15 +51,9 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
         kept = [documents for _, documents in encoder.encode([row])]
         lengths += [len(document.ids) for documents in kept for document in documents]
         if first <= number < first + count:
-            counts = encoder.counts
-            state = next(
-                (
-                    name
-                    for name in ("without_target", "too_long", "truncated")
-                    if getattr(counts, name) > getattr(before, name)
-                ),
-                "whole" if kept else "unusable",
-            )
+            states = ("without_target", "too_long", "truncated")
+            grown = [name for name in states if getattr(encoder.counts, name) > getattr(before, name)]
+            state = (grown or ["whole" if kept else "unusable"])[0]
             whole = kept if kept else chat.encode([(row.example, row.weight)])  # also of a row that is left out
             documents = whole[0] if isinstance(whole[0], list) else []
             shown.append(_shown(number, row, state, documents, tokenizer, chat.images))
