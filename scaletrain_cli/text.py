@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import signal
 from collections.abc import Callable, Iterable, Mapping
 
 
@@ -24,6 +25,11 @@ def count_text(count: float) -> str:
 def source_text(name: str) -> str:
     """Return ``the source web``; ``the source`` for the only one, data.source, which has the name ``source``."""
     return "the source" if name == "source" else f"the source {name}"
+
+
+def signal_text(number: int) -> str:
+    """Return the name of a signal, as in ``SIGKILL``; of a real-time signal, most of which have none, ``signal 40``."""
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
 def whole_text(count: int) -> str:

@@ -19,7 +19,7 @@ from scaletrain_cli.errors import ExitCode, MissingPackageError, Place, Preempte
 from scaletrain_cli.extras import extra_of, install_command
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths, python_command
 from scaletrain_cli.safe_files import create_file
-from scaletrain_cli.text import visible
+from scaletrain_cli.text import signal_text, visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.spec import RunSpec
@@ -28,16 +28,13 @@ _TERMINATED = 143  # 128 + SIGTERM, the shell convention
 _CTRL_C_SECONDS = 0.5  # for the process to end by itself, if the terminal has sent the signal to it as well
 _PATIENCE_SECONDS = 10.0  # after it was asked to end, for the process to remove partial files
 _SIGNAL_SECONDS = 1.0  # within which a signal is handled
-_SIGNALS = {number.value for number in signal.Signals}
 
 
 class EngineProcessError(ScaletrainError):
     """The engine process failed; carries the error that it returned, if any."""
 
     def __init__(self, exit_code: int, answer: Mapping[str, Any]) -> None:
-        end = f"ended with exit code {exit_code}" if exit_code >= 0 else "was killed"
-        if -exit_code in _SIGNALS:
-            end += f" by {signal.Signals(-exit_code).name}"
+        end = f"ended with exit code {exit_code}" if exit_code >= 0 else f"was killed by {signal_text(-exit_code)}"
         message = answer.get("message") or f"the engine process {end}; its output is above."
         problems = tuple(
             Problem(

@@ -210,6 +210,10 @@ def test_an_abort_is_explained_by_the_end_of_its_log(tmp_path: Path) -> None:
     assert ExitDiagnosis().failure(aborted, "node-0000-n0", tmp_path / "none") is None
 
 
+def test_a_rank_that_a_real_time_signal_ends_has_a_record() -> None:
+    assert RankRecord(1, 7, 0.0).end(-40, 1.0, killed_by_agent=False).signal == "signal 40"
+
+
 def test_a_broken_connection_is_not_the_cause_if_another_rank_has_one() -> None:
     broken = Failure(0, "communication", GLOO, 1)
     first_to_end = node(1, rank(0, 1), ended=8.0)

@@ -14,7 +14,6 @@ import logging
 import mmap
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import traceback
@@ -30,6 +29,7 @@ from torch import Tensor
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.own_processes import python_command
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.text import signal_text
 
 Read = Callable[[Any], Any]
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class ReaderProcesses:
 
 
 def _status_text(status: int) -> str:
-    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+    return signal_text(-status) if status < 0 else f"exit code {status}"
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:

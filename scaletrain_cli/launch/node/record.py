@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from scaletrain_cli.rundir.documents import documents_in, read_as, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, touch
+from scaletrain_cli.text import signal_text
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.node.processes import ProcessIdentity
@@ -33,7 +33,7 @@ class RankRecord:
 
     def end(self, exit_code: int, now: float, killed_by_agent: bool) -> "RankRecord":
         """Return the record of the same rank with its end."""
-        name = signal.Signals(-exit_code).name if exit_code < 0 else None
+        name = signal_text(-exit_code) if exit_code < 0 else None
         return dataclasses.replace(self, ended=now, exit_code=exit_code, signal=name, killed_by_agent=killed_by_agent)
 
 

@@ -189,7 +189,7 @@ def test_a_killed_process_is_replaced_and_a_fourth_time_is_an_error(two: Loader[
     two._processes._restarts = 3
     for pid in two._processes.pids:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ReaderKilledError, match="ended with signal SIGKILL, after 3 others were started again"):
+    with pytest.raises(ReaderKilledError, match="ended with SIGKILL, after 3 others were started again"):
         [two.take(number, [number + 1]) for number in range(45, 60)]
 
 
