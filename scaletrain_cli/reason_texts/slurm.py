@@ -11,6 +11,7 @@ TEXTS: Texts = {
     "no-command": ("{command} is not installed here", "Submit from a login node, or use scheduler: local"),
     "no-answer": "{command} did not answer within {seconds:.0f} s",
     "answer-lost": "{command} got no answer from Slurm: {said}",
+    "no-job-id": "sbatch printed no id of a job: {said}",
     "command-failed": "{command} failed: {said}",
     "session-node-unknown": (
         "job {job} holds another number of nodes than its run uses, and no record names node {number} of the run",

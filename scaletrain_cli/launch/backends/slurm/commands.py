@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -69,7 +70,11 @@ def queue_script(script: Path, comment: str, *options: str, without: Sequence[st
     """Queue a batch script in its folder and return the id of its job. Raises SchedulerError as call_slurm() does."""
     command = ["sbatch", "--parsable", f"--comment={comment}", *options, script.name]
     # In the folder, so that the log's name needs no path, which could contain blanks and quotes.
-    return call_slurm(command, folder=script.parent, without=without).stdout.strip().split(";")[0]  # id;cluster
+    said = call_slurm(command, folder=script.parent, without=without).stdout
+    # ID or ID;CLUSTER in a line of its own: plug-ins (auks) and wrappers (TACC) of sites print others to stdout, too.
+    if not (ids := re.findall(r"^(\d+)(?:;.*)?$", said.strip(), re.MULTILINE)):
+        raise SchedulerSilentError(Reason("slurm.no-job-id", {"said": " ".join(said.split())}))
+    return str(ids[-1])
 
 
 def lost_job(name: str, error: SchedulerSilentError, find: Callable[[], str | None]) -> str:

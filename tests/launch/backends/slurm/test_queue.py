@@ -200,6 +200,17 @@ def test_a_job_of_an_unanswered_sbatch_may_appear_for_five_minutes(controller: C
     assert submit_run(made.run, made.record, SLURM).job_id == "100"
 
 
+@pytest.mark.parametrize("banner", ["", "    Welcome to cluster 3\n--> Checking available allocation...OK\n"])
+@pytest.mark.parametrize("answer", ["$id", "$id;cluster", "Submitted"])
+def test_the_id_of_a_job_is_known_whatever_a_plugin_prints_with_it(
+    controller: Controller, made: MadeRun, banner: str, answer: str
+) -> None:
+    sbatch = controller.folder / "bin" / "sbatch"
+    sbatch.write_text(sbatch.read_text().replace('echo "$id"\n', f'printf "%s" "{banner}{answer}"\n'))
+    assert submit_run(made.run, made.record, SLURM).job_id == "100"
+    assert run_status(made.run).state == "queued"
+
+
 def test_a_refusal_leaves_no_request_and_keeps_the_earlier_submission(controller: Controller, made: MadeRun) -> None:
     controller.fails("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification")
     with pytest.raises(SchedulerError, match="Invalid qos"):
