@@ -52,9 +52,10 @@ def call_slurm(
     if shutil.which(command[0]) is None:
         raise SchedulerError(Reason("slurm.no-command", {"command": command[0]}))
     logger.debug("running %s", " ".join(command))
+    environment = passed_on(without)
     try:
-        answer = subprocess.run(
-            command, input=text, cwd=folder, env=passed_on(without), text=True, capture_output=True, timeout=seconds
+        answer = subprocess.run(  # as text: names of jobs and messages of the site may be in any encoding
+            command, input=text, cwd=folder, env=environment, errors="replace", capture_output=True, timeout=seconds
         )
     except subprocess.TimeoutExpired as error:
         raise SchedulerSilentError(Reason("slurm.no-answer", {"command": command[0], "seconds": seconds})) from error

@@ -319,6 +319,12 @@ def test_a_test_that_refuses_is_only_a_note(controller: Controller, overrides: t
     assert found.start.at is None
 
 
+def test_a_message_of_a_site_that_is_no_utf_8_is_shown(controller: Controller, made: MadeRun) -> None:
+    (controller.folder / "sbatch.fails").write_bytes("sbatch: error: compte épuisé".encode("latin-1"))
+    with pytest.raises(SchedulerError, match=r"sbatch: error: compte .puis"):
+        submit_run(made.run, made.record, SLURM)
+
+
 def test_a_missing_sbatch_is_not_reported_as_a_problem_of_a_key(controller: Controller) -> None:
     missing = SchedulerError(Reason("slurm.no-command", {"command": "Invalid qos"}))
     spec = ask("cluster.slurm.qos=night")
