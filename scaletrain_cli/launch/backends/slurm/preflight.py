@@ -267,19 +267,16 @@ class _SiteCheck:
         if cluster.nodes < partition.min_nodes and not self.site.qos_may_lift("PartitionMinNodes"):
             least = partition.min_nodes
             yield self._problem("cluster.nodes", "below-min-nodes", cluster.nodes, partition=name, least=least)
+        accounts = self.site.accounts if self.site.enforces("associations") else ()
         for what, mine, allowed, denied in (
-            ("account", self.site.account, partition.allowed_accounts, partition.denied_accounts),
-            ("qos", self.site.qos, partition.allowed_qos, partition.denied_qos),
+            ("account", accounts, partition.allowed_accounts, partition.denied_accounts),
+            ("qos", (self.site.qos,), partition.allowed_qos, partition.denied_qos),
         ):
-            if mine and (mine in denied or (allowed is not None and mine not in allowed)):
+            # Each list stands for the accounts below its own, too (since Slurm 23.02); the first one voids the second.
+            if any(mine) and not (allowed.intersection(mine) if allowed is not None else denied.isdisjoint(mine)):
                 code = "partition-denies" if allowed is None else "partition-admits-only"
-                named: dict[str, object] = {
-                    "partition": name,
-                    "what": what,
-                    "mine": mine,
-                    "allowed": sorted(allowed or ()),
-                }
-                yield self._problem(f"cluster.slurm.{what}", code, mine, **named)
+                named: dict[str, object] = {"mine": mine[0], "allowed": sorted(allowed or ())}
+                yield self._problem(f"cluster.slurm.{what}", code, mine[0], partition=name, what=what, **named)
         yield from self._nodes_of(partition, notes)
 
     def _nodes_of(self, partition: Partition, notes: list[Reason]) -> Iterator[Problem]:

@@ -27,7 +27,8 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 class Site:
     """The current state of the site. ``account`` and ``qos``: those that the job would get; "" for none.
 
-    ``reservations`` is None if Slurm did not answer.
+    ``reservations`` is None if Slurm did not answer. ``accounts``: the account and those above it, of which a partition
+    may admit one; empty if they are not known.
     """
 
     user: str
@@ -41,6 +42,7 @@ class Site:
     account: str
     qos: str
     limits: tuple[Limit, ...]
+    accounts: tuple[str, ...] = ()
     cores_per_gpu: int | None = None
 
     def with_cores(self, spec: RunSpec) -> RunSpec:
@@ -107,6 +109,7 @@ def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     associations: tuple[Association, ...] = ()
     rules: tuple[QosRule, ...] = ()
     limits: tuple[Limit, ...] = ()
+    accounts: Mapping[str, object] = {}
     account, qos = slurm.account or "", slurm.qos or ""
     there = tables.partitions(output_of("scontrol", "--all", "-o", "show", "partition"))
     if config.get("AccountingStorageType", "").endswith("slurmdbd"):
@@ -116,6 +119,7 @@ def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
         account = account or output_of("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount").strip()
         qos = qos or _default_qos(associations, account)
         managed = output_of("scontrol", "-o", "show", "assoc_mgr", "flags=assoc,qos", f"users={user}")
+        accounts = tables.account_and_parents(managed, account)
         binding = binding_qos(rules, [partition.qos for partition in _chosen(there, cluster)], qos)
         factor = limit_factor(rules, binding)
         limits = tables.limits_of(managed, user=user, uid=os.getuid(), account=account, qos=binding, factor=factor)
@@ -132,6 +136,7 @@ def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
         account=account,
         qos=qos,
         limits=limits,
+        accounts=tuple(accounts) if all(accounts.values()) else (),
     )
     return dataclasses.replace(site, cores_per_gpu=cores_per_gpu(site, cluster))
 

@@ -23,6 +23,7 @@ _AMOUNT = re.compile(r"([\w/:.\-]+)=(N|[\d.]+)(?:\(([\d.]+)\))?")
 _SCALAR = re.compile(r"(N|[\d.]+)(?:\(([\d.]+)\))?")
 _NAMES = {"gres/gpu": "GPUs", "node": "nodes", "cpu": "CPUs", "mem": "MiB of memory", "jobs": "jobs"}
 GPU = "gres/gpu"
+_ACCOUNT_LINE = re.compile(r"^ClusterName=\S* Account=(\S+) UserName= .*$", re.MULTILINE)
 AT_LEAST = "MinTRESPJ"  # the only minimum: a job that requests less stays pending until it is changed
 PER_NODE = "MaxTRESPN"
 
@@ -353,16 +354,24 @@ def resource_in_words(resource: str) -> str:
 
 def _of_associations(text: str, user: str, account: str) -> Iterator[Limit]:
     """Yield the limits of the user's association in the account, then of the account, then of its parents."""
-    lines = [record for record in records(text) if "ClusterName" in record]
-    for record in lines:
-        if record.get("Account") == account and record.get("UserName", "").partition("(")[0] == user:
+    for record in records("\n".join(line for line in text.splitlines() if f" UserName={user}(" in line)):
+        if record.get("Account") == account:
             yield from _limits(f"user {user} in account {account}", record, _GROUP | _PER_JOB | _OWN)
-    above, seen = account, set[str]()
-    while above and above not in seen:
-        seen.add(above)
-        record = next((line for line in lines if line["Account"] == above and not line.get("UserName")), {})
-        yield from _limits(f"account {above}", record, _GROUP)
-        above = record.get("ParentAccount", "").partition("(")[0]
+    for name, record in account_and_parents(text, account).items():
+        yield from _limits(f"account {name}", record, _GROUP)
+
+
+def account_and_parents(text: str, account: str) -> dict[str, dict[str, str]]:
+    """Return the association of an account and those of the accounts above it, by name; empty for one not in ``text``.
+
+    ``text``: ``scontrol -o show assoc_mgr``.
+    """
+    there = {line[1]: line[0] for line in _ACCOUNT_LINE.finditer(text)}
+    found: dict[str, dict[str, str]] = {}
+    while account and account not in found:
+        found[account] = next(records(there.get(account, "")), {})
+        account = found[account].get("ParentAccount", "").partition("(")[0]
+    return found
 
 
 def _of_qos(text: str, qos: str, uid: int, account: str) -> Iterator[Limit]:

@@ -1,6 +1,6 @@
 """Limits as a real controller printed them: those that a job exceeds, and those that are in use now."""
 
-from scaletrain_cli.launch.backends.slurm.tables import Limit, fit, limits_of
+from scaletrain_cli.launch.backends.slurm.tables import Limit, account_and_parents, fit, limits_of
 from tests.launch.backends.slurm.test_tables import answer
 
 ASSOCIATIONS = answer("assoc_mgr")
@@ -16,6 +16,11 @@ def test_a_limit_of_an_account_is_read_with_its_usage() -> None:
     assert (limit.resource, limit.allowed, limit.used, limit.in_words) == ("gres/gpu", 16.0, 8.0, "GPUs")
     own = limits()["user root in account lab", "MaxJobs"]
     assert (own.resource, own.allowed, own.used) == ("jobs", 5.0, 1.0)
+
+
+def test_an_account_is_known_with_those_above_it() -> None:
+    assert list(account_and_parents(ASSOCIATIONS, "other")) == ["other", "lab", "root"]
+    assert account_and_parents("", "other") == {"other": {}}
 
 
 def test_limits_of_parent_accounts_apply() -> None:

@@ -31,7 +31,7 @@ HOUR = 3600.0
 SILENT = Site("root", NOW, {}, (), (), (), (), (), "", "", ())
 KNOWN = (read_associations(answer("associations")), read_qos_rules(answer("qos")), "lab", "normal", ())
 PARTS = (settings(answer("config")), partitions(answer("partitions")), nodes(answer("nodes")), ())
-SITE = Site("root", NOW, *PARTS, *KNOWN)
+SITE = Site("root", NOW, *PARTS, *KNOWN, accounts=("lab", "root"))
 
 
 def ask(*overrides: str, gpus: int = 8, nodes: int = 2) -> RunSpec:
@@ -102,6 +102,7 @@ def test_a_request_that_cannot_run_is_named(overrides: list[str], sizes: dict[st
         ({"min_nodes": 3}, [], "2: a job of partition main must have at least 3 nodes (MinNodes)"),
         ({"allowed_accounts": frozenset({"a", "b"})}, [], "lab: partition main accepts only a, b"),
         ({"denied_accounts": frozenset({"lab"})}, [], "lab: partition main does not accept lab"),
+        ({"denied_accounts": frozenset({"root"})}, [], "lab: partition main does not accept lab"),
         ({"allowed_qos": frozenset({"high"})}, [], "normal: partition main accepts only high"),
         ({"denied_qos": frozenset({"normal"})}, [], "normal: partition main does not accept normal"),
         ({"state": "DRAIN"}, [], "main: the partition is DRAIN and accepts no jobs"),
@@ -110,6 +111,19 @@ def test_a_request_that_cannot_run_is_named(overrides: list[str], sizes: dict[st
 def test_a_job_that_the_partition_rejects_is_refused(changes: dict[str, Any], overrides: list[str], said: str) -> None:
     (problem,) = verdict(*overrides, site=dataclasses.replace(SITE, partitions=partition(**changes))).problems
     assert said in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "accounts"),
+    [
+        ({"allowed_accounts": frozenset({"root"})}, ("lab", "root")),  # which is above lab
+        ({"allowed_accounts": frozenset({"physics"})}, ()),  # which may be above lab, where the site hides accounts
+        ({"allowed_accounts": frozenset({"lab"}), "denied_accounts": frozenset({"root"})}, ("lab", "root")),
+    ],
+)
+def test_a_partition_that_may_admit_the_account_refuses_no_job(changes: Any, accounts: tuple[str, ...]) -> None:
+    site = dataclasses.replace(SITE, partitions=partition(**changes), accounts=accounts)
+    assert verdict(site=site).problems == ()
 
 
 def with_qos(*flags: str, **changes: Any) -> Site:
