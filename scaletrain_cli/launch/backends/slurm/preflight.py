@@ -239,12 +239,12 @@ class _SiteCheck:
     def _account_and_qos(self) -> Iterator[Problem]:
         site, slurm = self.site, self.spec.cluster.slurm
         accounts = sorted({one.account for one in site.associations})
-        if site.enforces("associations") and accounts and slurm.account and slurm.account not in accounts:
+        if site.enforces("associations") and accounts and (slurm.account or accounts[0]).lower() not in accounts:
             yield self._problem(
                 "cluster.slurm.account", "account-not-yours", slurm.account, user=site.user, accounts=accounts
             )
         allowed = sorted({qos for one in site.associations if one.account == site.account for qos in one.qos})
-        if site.enforces("qos") and allowed and slurm.qos and slurm.qos not in allowed:
+        if site.enforces("qos") and allowed and (slurm.qos or allowed[0]).lower() not in allowed:
             params = {"user": site.user, "qos": allowed, "account": site.account}
             yield self._problem("cluster.slurm.qos", "qos-not-yours", slurm.qos, **params)
 

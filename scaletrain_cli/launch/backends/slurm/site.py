@@ -110,7 +110,7 @@ def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     rules: tuple[QosRule, ...] = ()
     limits: tuple[Limit, ...] = ()
     accounts: Mapping[str, object] = {}
-    account, qos = slurm.account or "", slurm.qos or ""
+    account, qos = (slurm.account or "").lower(), (slurm.qos or "").lower()  # as Slurm reads them
     there = tables.partitions(output_of("scontrol", "--all", "-o", "show", "partition"))
     if config.get("AccountingStorageType", "").endswith("slurmdbd"):
         mine = ["where", f"user={user}", f"cluster={config.get('ClusterName', '')}", "format=account,qos,defaultqos"]

@@ -234,14 +234,15 @@ def _partition(record: Mapping[str, str]) -> Partition:
         preempt_mode=mode,
         grace_seconds=float(_integer(record.get("GraceTime", "")) or 0),
         tier=_integer(record.get("PriorityTier", "")) or 0,
-        qos=_value(record.get("QoS", "")) or "",
+        qos=(_value(record.get("QoS", "")) or "").lower(),
         max_cores_per_node=_integer(record.get("MaxCPUsPerNode", "")),
         gives_cores="DefCpuPerGPU" in record.get("JobDefaults", ""),
     )
 
 
 def _names(text: str) -> frozenset[str] | None:
-    return None if text == "ALL" else frozenset(name for name in text.split(",") if _value(name))
+    """Return the accounts or QOS of a list; None for all. Slurm writes them in small letters, and reads any."""
+    return None if text == "ALL" else frozenset(name.lower() for name in text.split(",") if _value(name))
 
 
 def _value(text: str) -> str | None:

@@ -49,6 +49,14 @@ def partition(**changes: Any) -> tuple[Partition, ...]:
     return (dataclasses.replace(SITE.partitions[0], **changes), *SITE.partitions[1:])
 
 
+def test_accounts_and_qos_are_the_same_in_capitals_as_for_sbatch() -> None:
+    shown = "PartitionName=main Default=YES State=UP AllowAccounts=Lab,Root AllowQos=Normal QoS=Normal"
+    (main,) = partitions(shown)
+    site = dataclasses.replace(SITE, partitions=(dataclasses.replace(main, max_nodes=8), *SITE.partitions[1:]))
+    assert verdict("cluster.slurm.account=LAB", "cluster.slurm.qos=Normal", site=site) == PreflightVerdict((), ())
+    assert main.qos == "normal"
+
+
 def test_a_job_that_fits_has_no_problem_and_no_note() -> None:
     assert verdict() == PreflightVerdict((), ())
 

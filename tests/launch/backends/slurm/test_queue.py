@@ -17,6 +17,7 @@ from scaletrain_cli.launch.attempts import begin_attempt
 from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 from scaletrain_cli.launch.backends.slurm.preflight import with_key
+from scaletrain_cli.launch.backends.slurm.site import query_site
 from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.job import open_request, read_submission
@@ -323,6 +324,12 @@ def test_a_message_of_a_site_that_is_no_utf_8_is_shown(controller: Controller, m
     (controller.folder / "sbatch.fails").write_bytes("sbatch: error: compte épuisé".encode("latin-1"))
     with pytest.raises(SchedulerError, match=r"sbatch: error: compte .puis"):
         submit_run(made.run, made.record, SLURM)
+
+
+def test_the_associations_of_an_account_in_capitals_are_found(controller: Controller) -> None:
+    site = query_site(ask("cluster.slurm.account=LAB", "cluster.slurm.qos=Capped").cluster)
+    assert (site.account, site.accounts, site.qos) == ("lab", ("lab", "root"), "capped")
+    assert "QOS capped" in {limit.owner for limit in site.limits}
 
 
 def test_a_missing_sbatch_is_not_reported_as_a_problem_of_a_key(controller: Controller) -> None:
