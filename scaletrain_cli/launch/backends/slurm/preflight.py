@@ -381,32 +381,37 @@ class _SiteCheck:
                 return
             yield self._problem("cluster.slurm.reservation", "qos-needs-reservation", "null", qos=site.qos)
         names = [one.name for one in site.reservations or ()]
+        missing = ",".join(name for name in self._reservations if name not in names)
         if site.reservations is None:
             code = "note-maintenance-unknown" if requested is None else "note-reservations-unknown"
             notes.append(Reason(f"slurm.{code}", {"reservation": requested}))
-        elif requested is not None and requested not in names and site.hides_reservations:
-            notes.append(Reason("slurm.note-reservation-hidden", {"reservation": requested}))
-        elif requested is not None and requested not in names:
+        elif missing and site.hides_reservations:
+            notes.append(Reason("slurm.note-reservation-hidden", {"reservation": missing}))
+        elif missing:
             code = "unknown-reservation" if names else "no-reservations"
-            yield self._problem("cluster.slurm.reservation", code, requested, reservations=names)
+            yield self._problem("cluster.slurm.reservation", code, missing, reservations=names)
+
+    @property
+    def _reservations(self) -> list[str]:
+        """The requested reservations, of which Slurm uses the first that can run the job."""
+        requested = self.spec.cluster.slurm.reservation
+        return [] if requested is None else requested.split(",")
 
     def _reserved(self, partition: Partition, fitting: list[Node]) -> Iterator[Reason]:
         """Yield notes: that the job's own reservation ends before it, and on others that leave too few nodes for it."""
         slurm, now = self.spec.cluster.slurm, self.site.now
         lasts = slurm.time or partition.default_seconds or partition.max_seconds or float("inf")
-        own = next((one for one in self.site.reservations or () if one.name == slurm.reservation), None)
-        if own is not None and own.end < max(now, own.start) + lasts:
-            until = time.strftime(_WHEN, time.localtime(own.end))
-            yield Reason("slurm.note-reservation-ends", {"reservation": own.name, "until": until})
-        if own is not None and own.nodes:
-            count = sum(node.name in own.nodes for node in fitting)
-            if count < self.spec.cluster.nodes:
-                yield Reason("slurm.note-reservation-small", {"reservation": own.name, "count": count})
-        in_the_way = [
-            one
-            for one in self.site.reservations or ()
-            if one.name != slurm.reservation and one.start < now + lasts and one.end > now
-        ]
+        in_the_way = []
+        for one in self.site.reservations or ():
+            if one.name not in self._reservations:
+                in_the_way += [one] if one.start < now + lasts and one.end > now else []
+                continue
+            if one.end < max(now, one.start) + lasts:
+                until = time.strftime(_WHEN, time.localtime(one.end))
+                yield Reason("slurm.note-reservation-ends", {"reservation": one.name, "until": until})
+            count = sum(node.name in one.nodes for node in fitting)
+            if one.nodes and count < self.spec.cluster.nodes:
+                yield Reason("slurm.note-reservation-small", {"reservation": one.name, "count": count})
         taken = {name for one in in_the_way for name in one.nodes}
         if sum(node.is_usable and node.name not in taken for node in fitting) >= self.spec.cluster.nodes:
             return

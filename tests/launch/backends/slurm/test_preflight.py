@@ -259,6 +259,15 @@ def test_a_reservation_that_ends_before_the_job_or_has_too_few_nodes_is_a_note()
     assert verdict("cluster.slurm.time=2h", "cluster.slurm.reservation=lab1", site=site, nodes=1).notes == ()
 
 
+def test_a_job_may_name_several_reservations_of_which_slurm_uses_one() -> None:
+    nodes = frozenset({"n1", "n2", "n3"})
+    there = tuple(Reservation(name, NOW, NOW + 9 * HOUR, nodes, False) for name in ("lab1", "lab2"))
+    site, wanted = dataclasses.replace(SITE, reservations=there), "cluster.slurm.reservation=lab2,lab1"
+    assert verdict("cluster.slurm.time=2h", wanted, site=site) == PreflightVerdict((), ())
+    (problem,) = verdict("cluster.slurm.time=2h", f"{wanted},lab3", site=site).problems
+    assert (problem.given, "has the reservations lab1, lab2" in str(problem)) == ("lab3", True)
+
+
 @pytest.mark.parametrize(
     ("overrides", "changes", "cores"),
     [
