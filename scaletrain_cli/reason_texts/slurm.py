@@ -102,7 +102,7 @@ TEXTS: Texts = {
         "Correct cluster.slurm in the spec: `scaletrain resume {run} --set ...` after `scaletrain cancel {run}`",
     ),
     "wait-beyond-limit-per-job": (
-        "job {job} is pending: it requests more than its account or QOS allows per job",
+        "job {job} is pending: it requests more than its account or QOS allows per job or per node",
         "sacctmgr show assoc,qos shows the limits",
         _SMALLER,
     ),

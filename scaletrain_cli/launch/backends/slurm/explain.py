@@ -41,17 +41,13 @@ _QUEUE_REASONS: tuple[tuple[str, str, str, bool], ...] = (
         "JobHeldUser|SystemHold|.*[Hh]eld.*|SPECIAL_EXIT|TooManyRequeues.*|JobHoldMaxRequeue|.*requeue limit.*",
         *("held", "held", True),
     ),
-    ("PartitionNodeLimit|PartitionTimeLimit|PartitionConfig", "never", "beyond-partition", True),
+    ("PartitionNodeLimit|PartitionTimeLimit|PartitionConfig|MaxMemPerLimit", "never", "beyond-partition", True),
     (
         "BadConstraints|FrontEndDown|InvalidAccount|InvalidQOS|InvalidPartition.*|NodeFeature.*|AccountNotAllowed"
         "|QOSNotAllowed|AccountingPolicy.*|Association.*Invalid.*|QOSMin\\w*|.*MinCpuLimit.*|ReservationInvalid|DeadLine",
         *("never", "no-such-resources", True),
     ),
-    (
-        r"(Assoc|QOS)Max\w*(PerJob|Per_?Job)\w*|AssocMaxJobsLimit_never|QOSMax(GRES|Cpu|Node|Memory|WallDuration)PerJob"
-        r"|AssocMaxWallDuration\w*|QOSMaxWallDuration\w*",
-        *("never", "beyond-limit-per-job", True),
-    ),
+    (r"(Assoc|QOS)Max(\w*Per(Job|Node)|WallDuration)\w*", "never", "beyond-limit-per-job", True),
     (
         r"(Assoc|QOS)(Grp|Max)\w*|QOSUsageThreshold|Max\w+Per(Account|User)|ReachedMax\w*|.*Limit",
         *("quota", "quota", False),
