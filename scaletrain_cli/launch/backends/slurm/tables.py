@@ -13,7 +13,7 @@ from dataclasses import dataclass
 NODES = "NodeList:|,StateCompact:|,Gres:|,GresUsed:|,PartitionName:|,CPUs:|,Memory:|"
 QOS_COLUMNS = "name,preempt,preemptmode,gracetime,flags,limitfactor"  # of `sacctmgr show qos`
 # ext: a node outside of this cluster, since Slurm 25.05.
-_UNUSABLE = ("down", "drain", "drng", "err", "ext", "fail", "futr", "inval", "maint", "reboot", "unk")
+_UNUSABLE = ("boot", "down", "drain", "drng", "err", "ext", "fail", "futr", "inval", "maint", "unk")
 _PAIR = re.compile(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)")
 _HOSTLIST_PART = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")  # a comma separates numbers inside brackets, names outside
 _GRES = re.compile(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.launch.backends.slurm.tables import gpus, limit_seconds, partitions, reservations
+from scaletrain_cli.launch.backends.slurm.tables import gpus, is_usable, limit_seconds, partitions, reservations
 
 ANSWERS = Path(__file__).parent / "slurm_answers"
 
@@ -57,6 +57,11 @@ def test_reservations_are_read_with_their_times() -> None:
 )
 def test_gpus_are_counted_by_type(gres: str, counts: dict[str, int]) -> None:
     assert gpus(gres) == counts
+
+
+def test_a_node_that_boots_or_is_taken_out_of_use_is_not_usable() -> None:
+    assert not any(map(is_usable, ("boot", "boot^", "drain", "drng@", "maint", "down~", "futr", "inval", "idle*")))
+    assert all(map(is_usable, ("idle", "idle~", "alloc+", "mix-", "plnd", "resv", "comp")))
 
 
 @pytest.mark.parametrize(
