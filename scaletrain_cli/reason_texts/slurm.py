@@ -147,7 +147,7 @@ TEXTS: Texts = {
     "nodes-by-state": "{counts}; {usable} usable",
     "jobs-ahead": "{ahead} of {pending} pending jobs are ahead of it",
     "no-accounting": "Slurm no longer lists job {job}, and its accounting has no record of it",
-    "resume-suspended": "scontrol resume {job} (for operators of the cluster)",
+    "resume-suspended": "scontrol resume {job} (for operators); if it is STOPPED, scancel --signal=CONT {job}",
     # ---- preflight: the estimated start ----------------------------------------------------------------------------
     "estimate": "Slurm's estimate (sbatch --test-only)",
     "estimate-on": "Slurm's estimate (sbatch --test-only) on {nodes} of {partition}",

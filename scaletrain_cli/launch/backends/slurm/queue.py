@@ -269,8 +269,10 @@ def cancel_jobs(run: RunDir) -> None:
             _require_permission(row, run)
     for row in running:
         if row.state == "suspended":  # a stopped process cannot save, and Slurm would kill it without continuing it
+            # `scontrol resume` refuses a job that SIGSTOP has stopped.
+            resume = ["scancel", "--signal=CONT"] if row.slurm_state == "STOPPED" else ["scontrol", "resume"]
             try:
-                call_slurm(["scontrol", "resume", row.job_id])
+                call_slurm([*resume, row.job_id])
             except SchedulerError as error:
                 params = {"job": row.job_id, "run": run.run_id, "failure": cause_of(error)}
                 raise SchedulerError(Reason("slurm.cannot-resume-suspended", params)) from error

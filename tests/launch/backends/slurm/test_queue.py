@@ -245,6 +245,17 @@ def test_a_suspended_job_is_resumed_before_its_ranks_are_signaled(controller: Co
     assert made.run.is_cancelled
 
 
+def test_a_stopped_job_is_continued_by_a_signal_before_its_ranks_are_signaled(
+    controller: Controller, made: MadeRun
+) -> None:
+    submit_run(made.run, made.record, SLURM)
+    controller.becomes("STOPPED")
+    assert run_status(made.run).state == "suspended"
+    SLURM.cancel(made.run, made.record)
+    assert controller.called("scancel") == ["scancel --signal=CONT 100", "scancel --signal=TERM 100"]
+    assert not any(call.startswith("scontrol resume") for call in controller.calls)
+
+
 def test_a_suspended_job_that_the_user_may_not_resume_is_not_changed(controller: Controller, made: MadeRun) -> None:
     submit_run(made.run, made.record, SLURM)
     controller.becomes("SUSPENDED")
