@@ -29,7 +29,7 @@ TOKEN = "SLURM_JWT"  # for Slurm's commands on this machine; the job script remo
 PASSED_ON = frozenset(
     f"PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TMPDIR SLURM_CONF SLURM_CONF_SERVER {TOKEN} "
     "LD_LIBRARY_PATH CUDA_HOME VIRTUAL_ENV PYTHONPATH "
-    "SSL_CERT_FILE XDG_CACHE_HOME MODULEPATH MODULESHOME LMOD_PKG "
+    "SSL_CERT_FILE XDG_CACHE_HOME MODULEPATH MODULESHOME LMOD_PKG KRB5CCNAME "  # of which auks sends the ticket
     # Nodes without a route to the internet reach the hub and trackers through a proxy.
     "http_proxy https_proxy all_proxy no_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY".split()
 )

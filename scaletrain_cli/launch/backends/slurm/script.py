@@ -20,10 +20,10 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, set_cores
 from scaletrain_cli.spec.slurm import UNLIMITED_SECONDS
 
-# Variables of Slurm, devices, the cluster's network, and Kerberos, which a home folder may need.
+# Variables of Slurm, devices, and the cluster's network.
 _FAMILIES = (
     *("SLURM_*", "SLURMD_*", "SRUN_*", "SCALETRAIN_*", "CUDA_*", "NVIDIA_*", "NCCL_*", "UCX_*", "FI_*", "GLOO_*"),
-    *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "KRB5CCNAME", "PWD"),
+    *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "PWD"),
 )
 # Variables of the host that are not passed into a container: the image has its own.
 _NOT_IN_CONTAINERS = {"LD_LIBRARY_PATH", "CUDA_HOME", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE"}

@@ -343,6 +343,16 @@ def test_the_associations_of_an_account_in_capitals_are_found(controller: Contro
     assert "QOS capped" in {limit.owner for limit in site.limits}
 
 
+def test_sbatch_finds_the_kerberos_ticket_of_the_submitter(
+    controller: Controller, made: MadeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KRB5CCNAME", "FILE:/tmp/krb5cc_1000_x")
+    sbatch = controller.folder / "bin" / "sbatch"
+    sbatch.write_text(sbatch.read_text().replace('echo "$id"', 'env > sent; echo "$id"'))
+    submit_run(made.run, made.record, SLURM)
+    assert "KRB5CCNAME=FILE:/tmp/krb5cc_1000_x" in (controller.folder / "sent").read_text().splitlines()
+
+
 def test_a_missing_sbatch_is_not_reported_as_a_problem_of_a_key(controller: Controller) -> None:
     missing = SchedulerError(Reason("slurm.no-command", {"command": "Invalid qos"}))
     spec = ask("cluster.slurm.qos=night")
