@@ -387,7 +387,7 @@ def _end_of_reservation(environment: Mapping[str, str]) -> float | None:
         overrun = settings(call_slurm(["scontrol", "show", "config"]).stdout).get("ResvOverRun", "0 min").split()[0]
     except SchedulerError:
         return None
-    end = next((one.end for one in reservations(shown)), None)
+    end = next((one.end for one in reservations(shown) if not one.is_flexible), None)
     return end + 60.0 * int(overrun) if end is not None and overrun.isdigit() else None  # UNLIMITED
 
 

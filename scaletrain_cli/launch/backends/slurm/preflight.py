@@ -401,17 +401,16 @@ class _SiteCheck:
         """Yield notes: that the job's own reservation ends before it, and on others that leave too few nodes for it."""
         slurm, now = self.spec.cluster.slurm, self.site.now
         lasts = slurm.time or partition.default_seconds or partition.max_seconds or float("inf")
-        in_the_way = []
-        for one in self.site.reservations or ():
-            if one.name not in self._reservations:
-                in_the_way += [one] if one.start < now + lasts and one.end > now else []
-                continue
+        known = self.site.reservations or ()
+        for one in (one for one in known if one.name in self._reservations and not one.is_flexible):
             if one.end < max(now, one.start) + lasts:
                 until = time.strftime(_WHEN, time.localtime(one.end))
                 yield Reason("slurm.note-reservation-ends", {"reservation": one.name, "until": until})
             count = sum(node.name in one.nodes for node in fitting)
             if one.nodes and count < self.spec.cluster.nodes:
                 yield Reason("slurm.note-reservation-small", {"reservation": one.name, "count": count})
+        others = [one for one in known if one.name not in self._reservations]
+        in_the_way = [one for one in others if one.start < now + lasts and one.end > now]
         taken = {name for one in in_the_way for name in one.nodes}
         if sum(node.is_usable and node.name not in taken for node in fitting) >= self.spec.cluster.nodes:
             return

@@ -78,6 +78,7 @@ class Reservation:
     end: float
     nodes: frozenset[str]
     is_maintenance: bool
+    is_flexible: bool = False  # FLEX: its jobs may begin before it, end after it, and use other nodes
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def reservations(text: str) -> tuple[Reservation, ...]:
             moment(record.get("StartTime", "")) or 0.0,
             moment(record.get("EndTime", "")) or float("inf"),
             frozenset(node_names(_value(record.get("Nodes", "")) or "")),
-            "MAINT" in record.get("Flags", ""),
+            *(flag in record.get("Flags", "") for flag in ("MAINT", "FLEX")),
         )
         for record in records(text)
         if "ReservationName" in record

@@ -263,16 +263,26 @@ def test_a_job_from_before_a_resize_that_is_requeued_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("overrun", "signaled"), [("0 min", 3000.0 - 300), ("10 min", 3600.0 - 300), ("UNLIMITED", None)]
+    ("overrun", "flags", "signaled"),
+    [
+        ("0 min", "SPEC_NODES", 3000.0 - 300),
+        ("10 min", "SPEC_NODES", 3600.0 - 300),
+        ("UNLIMITED", "SPEC_NODES", None),
+        ("0 min", "FLEX,SPEC_NODES", None),
+    ],
 )
 def test_the_ranks_are_signaled_as_long_before_the_end_of_the_reservation_as_before_a_time_limit(
-    made: MadeRun, monkeypatch: pytest.MonkeyPatch, overrun: str, signaled: float | None
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch, overrun: str, flags: str, signaled: float | None
 ) -> None:
-    """Slurm ends the jobs of a reservation without a signal, and SLURM_JOB_END_TIME does not tell of it."""
+    """Slurm ends the jobs of a reservation without a signal, and SLURM_JOB_END_TIME does not tell of it.
+
+    With FLEX they continue.
+    """
     began, passed = moment("2026-01-01T00:00:00") or 0.0, [0.0]
+    shown = f"ReservationName=week EndTime=2026-01-01T00:50:00 Nodes=n1 Flags={flags}"
     slurm = Slurm(
         {
-            "scontrol --oneliner show reservation": "ReservationName=week EndTime=2026-01-01T00:50:00 Nodes=n1",
+            "scontrol --oneliner show reservation": shown,
             "scontrol show config": f"ResvOverRun             = {overrun}\n",
             "scancel --signal=USR1 42": "",
         }

@@ -259,6 +259,12 @@ def test_a_reservation_that_ends_before_the_job_or_has_too_few_nodes_is_a_note()
     assert verdict("cluster.slurm.time=2h", "cluster.slurm.reservation=lab1", site=site, nodes=1).notes == ()
 
 
+def test_a_flexible_reservation_ends_no_job_and_limits_no_nodes() -> None:
+    mine = Reservation("lab1", NOW - HOUR, NOW + HOUR, frozenset({"n1"}), is_maintenance=False, is_flexible=True)
+    site = dataclasses.replace(SITE, reservations=(mine,))
+    assert verdict("cluster.slurm.time=3h", "cluster.slurm.reservation=lab1", site=site) == PreflightVerdict((), ())
+
+
 def test_a_job_may_name_several_reservations_of_which_slurm_uses_one() -> None:
     nodes = frozenset({"n1", "n2", "n3"})
     there = tuple(Reservation(name, NOW, NOW + 9 * HOUR, nodes, False) for name in ("lab1", "lab2"))
