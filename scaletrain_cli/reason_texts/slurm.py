@@ -277,6 +277,10 @@ TEXTS: Texts = {
         "the job does not get {names:list}: its URL has a password, which Slurm would store",
         "Name it in secret_env",
     ),
+    "note-options-in-environment": (
+        "sbatch gets no options from {names:list} here",
+        "Set the keys of cluster.slurm instead, and SLURM_CONF for another cluster",
+    ),
     "note-no-reserve": "QOS {qos} reserves no nodes for a pending job (NoReserve): smaller jobs may take every node "
     "that becomes free until {nodes} are free at the same time",
     "note-partition-not-up": "partition {partition} is {state}: jobs wait until it is UP again",

@@ -4,6 +4,7 @@ All problems are reported at once, each with the given value, the allowed values
 these jobs and leaves them pending indefinitely.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -217,6 +218,8 @@ class _SiteCheck:
         notes += preemption_notes(self.site, self.spec.cluster)
         if left_out := set(proxies_with_password()) - set(self.spec.secret_env):
             notes.append(Reason("slurm.note-proxy-with-password", {"names": sorted(left_out)}))
+        if ignored := sorted(name for name in os.environ if name.startswith("SBATCH_") or name == "SLURM_CLUSTERS"):
+            notes.append(Reason("slurm.note-options-in-environment", {"names": ignored}))
         if self.site.qos_has("NoReserve") and self.spec.cluster.nodes > 1:
             notes.append(Reason("slurm.note-no-reserve", {"qos": self.site.qos, "nodes": self.spec.cluster.nodes}))
         return PreflightVerdict(tuple(dict.fromkeys(problems)), tuple(dict.fromkeys(notes)))

@@ -259,6 +259,14 @@ def test_a_reservation_that_ends_before_the_job_or_has_too_few_nodes_is_a_note()
     assert verdict("cluster.slurm.time=2h", "cluster.slurm.reservation=lab1", site=site, nodes=1).notes == ()
 
 
+def test_options_that_sbatch_would_take_from_the_environment_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SBATCH_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF"):
+        monkeypatch.setenv(name, "lab")
+    (note,) = verdict().notes
+    assert str(note) == "sbatch gets no options from SBATCH_ACCOUNT, SLURM_CLUSTERS here"
+    assert "SLURM_CONF" in note.remedies[0]
+
+
 def test_a_flexible_reservation_ends_no_job_and_limits_no_nodes() -> None:
     mine = Reservation("lab1", NOW - HOUR, NOW + HOUR, frozenset({"n1"}), is_maintenance=False, is_flexible=True)
     site = dataclasses.replace(SITE, reservations=(mine,))
