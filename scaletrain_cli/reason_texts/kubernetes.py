@@ -295,6 +295,10 @@ TEXTS: Texts = {
         "not checked whether the {kind} that is created from it is valid: you need the right to {verb} {resource}",
         _ASK_RIGHT,
     ),
+    "note-added-containers": (
+        "the cluster adds {names:list} to each pod of the job: its pods end only when they end, too",
+        'Istio adds none to pods with the label sidecar.istio.io/inject: "false" (pod_overrides.metadata.labels)',
+    ),
     "pod-over-quota": "the namespace has no quota for a pod of the job now, and the job waits for it: {said}",
     "pod-policy": "an admission policy refuses such a pod, perhaps only because no Job owns it: {said}",
     # Why a queue of Kueue cannot hold the job, now or ever.

@@ -289,6 +289,9 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object, *, derived: bool = F
         if not derived and is_unmanaged(body, answer):
             queue = body["metadata"]["labels"][QUEUE_LABEL]
             yield problem(spec, "queue", reason("queue-without-kind", kind=kind, queue=queue), queue)
+        given, found = ({each["name"] for each in one.get("spec", {}).get("containers", ())} for one in (body, answer))
+        if found - given:
+            yield reason("note-added-containers", names=sorted(found - given))
     except NotServedError:
         return  # reported by the check of the kind
     except ForbiddenError as error:

@@ -282,6 +282,15 @@ def test_a_quota_of_cpu_limits_without_one_in_the_pods_is_one_problem(preflight:
     assert UNSTATED in text
 
 
+def test_containers_that_a_webhook_adds_to_each_pod_are_named(preflight: Notes, api: FakeApi) -> None:
+    containers = [{"name": "node"}, {"name": "istio-proxy"}]
+    added = {"spec": {"containers": containers, "initContainers": [{"name": "side-car", "restartPolicy": "Always"}]}}
+    api.refusals[("create", "pods")] = (200, added)
+    (note,) = [note for note in preflight(*GPU) if "istio-proxy" in str(note)]
+    assert "its pods end only when they end, too" in str(note)
+    assert "side-car" not in str(note)
+
+
 @pytest.mark.parametrize("hidden", ["resourcequotas", "limitranges"])
 def test_a_quota_that_may_not_be_read_is_known_from_the_dry_run(preflight: Notes, api: FakeApi, hidden: str) -> None:
     put_quota(api, "limits.cpu")
