@@ -222,7 +222,7 @@ def test_doctor_reports_tools_that_fail(tmp_path: Path, monkeypatch: pytest.Monk
         (folder / name).symlink_to(folder / "sbatch")
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     checks = {check["name"]: check for check in scaletrain("doctor", "--json").data["checks"]}
-    assert checks["slurm"]["advice"] == "the controller does not answer: down"
+    assert checks["slurm"]["advice"] == "scontrol ping failed: down"
 
 
 FAKE_NVML = PROJECT / "tests" / "launch" / "node" / "fake_nvml"

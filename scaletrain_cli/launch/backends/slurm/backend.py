@@ -12,11 +12,11 @@ none to it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,15 +117,9 @@ def overlap_options(version: tuple[int, int] | None) -> Iterator[str]:
 
 def srun_version() -> tuple[int, int] | None:
     """Return the major and minor version of srun; None if it is not known."""
-    if shutil.which("srun") is None:
-        return None
-    try:
-        said = subprocess.run(
-            ["srun", "--version"], capture_output=True, text=True, errors="replace", timeout=_VERSION_SECONDS
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = _VERSION.search(said)
+    found = None
+    with contextlib.suppress(SchedulerError):
+        found = _VERSION.search(call_slurm(["srun", "--version"], seconds=_VERSION_SECONDS).stdout)
     return (int(found[1]), int(found[2])) if found else None
 
 

@@ -60,7 +60,7 @@ def call_slurm(
     except subprocess.TimeoutExpired as error:
         raise SchedulerSilentError(Reason("slurm.no-answer", {"command": command[0], "seconds": seconds})) from error
     if answer.returncode and not any(phrase in answer.stderr for phrase in accept):
-        message = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
+        message = " ".join((answer.stderr or answer.stdout).split()) or f"exit code {answer.returncode}"
         if answer.returncode < 0 or any(phrase in answer.stderr for phrase in _ANSWER_LOST):
             raise SchedulerSilentError(Reason("slurm.answer-lost", {"command": command[0], "said": message}))
         raise SchedulerError(Reason("slurm.command-failed", {"command": " ".join(command[:2]), "said": message}))
@@ -118,14 +118,7 @@ def commands_check() -> Check:
     if missing:
         return Check("slurm", "warn", path, f"{', '.join(missing)} not found; check PATH")
     try:
-        done = subprocess.run(
-            ["scontrol", "ping"], capture_output=True, text=True, timeout=_CHECK_SECONDS, errors="replace"
-        )
-        code, text = done.returncode, (done.stdout or done.stderr).strip()
-    except subprocess.TimeoutExpired:
-        code, text = 124, f"no answer within {_CHECK_SECONDS} s"
-    except OSError as error:
-        code, text = 126, error.strerror or str(error)
-    if code != 0:
-        return Check("slurm", "warn", path, f"the controller does not answer: {text.splitlines()[0] if text else code}")
-    return Check("slurm", "ok", f"{path}, {text.splitlines()[0] if text else 'the controller answers'}")
+        said = call_slurm(["scontrol", "ping"], seconds=_CHECK_SECONDS).stdout.splitlines()
+    except SchedulerError as error:
+        return Check("slurm", "warn", path, str(cause_of(error)))
+    return Check("slurm", "ok", f"{path}, {said[0] if said else 'the controller answers'}")
