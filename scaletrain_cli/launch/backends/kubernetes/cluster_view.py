@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,7 @@ from scaletrain_cli.launch.backends.kubernetes.observation import (
     owned_by,
     unix_time,
 )
-from scaletrain_cli.launch.backends.kubernetes.quota import parse_quantity
+from scaletrain_cli.launch.backends.kubernetes.quota import parse_quantity, reserved
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import list_runs
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
@@ -317,11 +316,6 @@ def _quotas(queue: Object, local: dict[str, str], gpu_resource: str) -> Iterator
     """Yield the quotas of a ClusterQueue by flavor, under the names of the LocalQueues that point to it."""
     owner = "queue " + ", ".join(name for name, to in local.items() if to == queue["metadata"]["name"])
     cohort = queue["spec"].get("cohortName")
-    reserved = {
-        (flavor["name"], resource["name"]): parse_quantity(resource.get("total", 0))
-        for flavor in queue.get("status", {}).get("flavorsReservation", ())
-        for resource in flavor.get("resources", ())
-    }
     for group in queue["spec"].get("resourceGroups", ()):
         for flavor in group["flavors"]:
             for quota in flavor["resources"]:
@@ -329,7 +323,7 @@ def _quotas(queue: Object, local: dict[str, str], gpu_resource: str) -> Iterator
                 if cohort:
                     most = quota.get("borrowingLimit")
                     limit += f", and may borrow {'' if most is None else f'{most} '}of cohort {cohort}"
-                held = reserved.get((flavor["name"], name), Fraction(0))
+                held = reserved(queue, flavor["name"], name)
                 unit = _GIB if name in _BYTES else 1
                 words = {gpu_resource: "GPUs", "cpu": "CPUs"}.get(name, f"{name}, GiB" if unit > 1 else name)
                 allowed = parse_quantity(quota.get("nominalQuota", 0))

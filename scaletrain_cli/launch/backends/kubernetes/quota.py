@@ -195,7 +195,7 @@ def _too_small(queue: Object, flavor: Object, cohort: Cohort | None, amounts: Am
 def _busy(queue: Object, flavor: Object, cohort: Cohort | None, amounts: Amounts) -> Reason | None:
     """Return the resource of the flavor that is in use now; None if the gang fits."""
     for name, amount in amounts.items():
-        most, taken = _most(queue, flavor, cohort, name), _reserved(queue, flavor["name"], name)
+        most, taken = _most(queue, flavor, cohort, name), reserved(queue, flavor["name"], name)
         if most is not None and amount > most - taken:
             return reason(
                 "flavor-busy",
@@ -235,7 +235,8 @@ def _lent(holder: Object, flavor: str, resource: str) -> Fraction:
     return Fraction(0)
 
 
-def _reserved(queue: Object, flavor: str, resource: str) -> Fraction:
+def reserved(queue: Object, flavor: str, resource: str) -> Fraction:
+    """Return how much of a resource the admitted jobs of a ClusterQueue hold."""
     for found in queue.get("status", {}).get("flavorsReservation", ()):
         usage = _resource(found, resource) if found["name"] == flavor else None
         if usage is not None:

@@ -3,6 +3,7 @@
 Any answer may be missing: the controller forgets a job after minutes (MinJobAge), and many sites have no accounting.
 """
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -104,16 +105,14 @@ def why_it_waits(job_id: str, run_id: str) -> Finding:
 def how_it_ended(job_id: str, log: Path) -> Iterator[Evidence]:
     """Yield the evidence about a job that is over, from the controller or the accounting, and from the job's log."""
     try:
-        fields = job_fields(job_id)
-        names = ("JobState", "Reason", "ExitCode", "RunTime", "EndTime", "NodeList")
-        if fields:
+        if fields := job_fields(job_id):
+            names = ("JobState", "Reason", "ExitCode", "RunTime", "EndTime", "NodeList")
             yield Evidence(f"scontrol show job {job_id}", _listed(fields, names))
         else:
             command = ["sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "State,ExitCode,NodeList,Start,End"]
-            try:
+            rows: list[str] = []
+            with contextlib.suppress(SchedulerError):
                 rows = call_slurm(command).stdout.splitlines()
-            except SchedulerError:
-                rows = []
             if not rows:
                 yield Evidence.because("Slurm", Reason("slurm.no-accounting", {"job": job_id}))
             for row in rows[-3:]:
@@ -132,11 +131,9 @@ def job_fields(job_id: str) -> dict[str, str]:
 
 def _queue_evidence(job_id: str, word: str, fields: dict[str, str]) -> Iterator[Evidence]:
     yield Evidence(f"scontrol show job {job_id}", f"Reason={word}")
-    if fields:
-        requested = ("Partition", "Account", "QOS", "NumNodes", "TresPerNode", *_TRES, "TimeLimit", "Dependency")
-        yield Evidence("requested", _listed(fields, requested))
-    partition = fields.get("Partition", "")
-    if partition:
+    requested = ("Partition", "Account", "QOS", "NumNodes", "TresPerNode", *_TRES, "TimeLimit", "Dependency")
+    yield Evidence("requested", _listed(fields, requested))
+    if partition := fields.get("Partition", ""):
         yield from _nodes_of(partition)
         # squeue lists pending jobs in the order in which Slurm considers them.
         order = ["--states=pending", f"--partition={partition}", "--sort=-p,i", "--array", "--format=%i"]

@@ -260,7 +260,7 @@ class GrowthWatch:
         script = "\n".join(["#!/bin/bash", *(f"#SBATCH --{option}" for option in options), "true", ""])
         answer = call_slurm(["sbatch", "--test-only"], text=script, without=self.record.spec.secret_env)
         now = time.time()
-        start, _ = read_estimate([line.removeprefix("sbatch: ") for line in answer.stderr.splitlines()], now)
+        start, _ = read_estimate(answer.stderr, now)
         return start.at is not None and start.at <= now + _STARTS_WITHIN_SECONDS
 
     def _left(self) -> float:

@@ -50,8 +50,7 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
             raise with_key(spec, error) from error
         refused = Reason("slurm.note-test-refused", {"said": _NOT_AVAILABLE})
         return PreflightResult(Start(None, Reason("slurm.no-estimate")), (*verdict.notes, refused))
-    lines = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
-    start, messages = read_estimate(lines, site.now, hidden_reservations=site.hides_reservations)
+    start, messages = read_estimate(answer.stderr, site.now, hidden_reservations=site.hides_reservations)
     if spec.cluster.slurm.extra.get("hold") is True:
         start = Start(None, Reason("slurm.start-on-hold"))
     shared = unshared_notes(runs_root(), spec.cluster.nodes)
@@ -66,11 +65,11 @@ _ESTIMATE = re.compile(
 )
 
 
-def read_estimate(lines: Sequence[str], now: float, *, hidden_reservations: bool = False) -> tuple[Start, list[str]]:
+def read_estimate(text: str, now: float, *, hidden_reservations: bool = False) -> tuple[Start, list[str]]:
     """Return Slurm's estimate of the start, and the other lines that Slurm or a plugin of the site printed."""
     start: Start | None = None
     rest = []
-    for line in lines:
+    for line in (line.removeprefix("sbatch: ") for line in text.splitlines() if line.strip()):
         match = _ESTIMATE.search(line)
         at = tables.moment(match["at"]) if match is not None else None
         if match is None or at is None:

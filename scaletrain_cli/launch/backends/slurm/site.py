@@ -95,41 +95,37 @@ def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     user, slurm = user_name(), cluster.slurm
     config = tables.settings(call_slurm(["scontrol", "show", "config"], without=without).stdout)
 
-    def query(command: Sequence[str]) -> str | None:
+    def output_of(*command: str) -> str | None:
         """Return the output, or None if the command fails: a site may disable it."""
         try:
             return call_slurm(command, without=without).stdout
         except SchedulerError:
             return None
 
-    def output_of(*command: str) -> str:
-        """Return the output, or an empty text if the command fails."""
-        return query(command) or ""
+    def accounted(*command: str) -> str:
+        """Return the output about the accounting, or an empty text if there is none or the command fails."""
+        has_accounting = config.get("AccountingStorageType", "").endswith("slurmdbd")
+        return (output_of(*command) if has_accounting else None) or ""
 
-    associations: tuple[Association, ...] = ()
-    rules: tuple[QosRule, ...] = ()
-    limits: tuple[Limit, ...] = ()
-    accounts: Mapping[str, object] = {}
+    there = tables.partitions(output_of("scontrol", "--all", "-o", "show", "partition") or "")
+    mine = ["where", f"user={user}", f"cluster={config.get('ClusterName', '')}", "format=account,qos,defaultqos"]
+    associations = tables.read_associations(accounted("sacctmgr", "-nP", "show", "associations", *mine))
+    rules = tables.read_qos_rules(accounted("sacctmgr", "-nP", "show", "qos", f"format={tables.QOS_COLUMNS}"))
     account, qos = (slurm.account or "").lower(), (slurm.qos or "").lower()  # as Slurm reads them
-    there = tables.partitions(output_of("scontrol", "--all", "-o", "show", "partition"))
-    if config.get("AccountingStorageType", "").endswith("slurmdbd"):
-        mine = ["where", f"user={user}", f"cluster={config.get('ClusterName', '')}", "format=account,qos,defaultqos"]
-        associations = tables.read_associations(output_of("sacctmgr", "-nP", "show", "associations", *mine))
-        rules = tables.read_qos_rules(output_of("sacctmgr", "-nP", "show", "qos", f"format={tables.QOS_COLUMNS}"))
-        account = account or output_of("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount").strip()
-        qos = qos or _default_qos(associations, account)
-        managed = output_of("scontrol", "-o", "show", "assoc_mgr", "flags=assoc,qos", f"users={user}")
-        accounts = tables.account_and_parents(managed, account)
-        binding = binding_qos(rules, [partition.qos for partition in _chosen(there, cluster)], qos)
-        factor = limit_factor(rules, binding)
-        limits = tables.limits_of(managed, user=user, uid=os.getuid(), account=account, qos=binding, factor=factor)
-    reserved = query(["scontrol", "-o", "show", "reservation"])
+    account = account or accounted("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount").strip()
+    qos = qos or _default_qos(associations, account)
+    managed = accounted("scontrol", "-o", "show", "assoc_mgr", "flags=assoc,qos", f"users={user}")
+    accounts = tables.account_and_parents(managed, account)
+    binding = binding_qos(rules, [partition.qos for partition in _chosen(there, cluster)], qos)
+    factor = limit_factor(rules, binding)
+    limits = tables.limits_of(managed, user=user, uid=os.getuid(), account=account, qos=binding, factor=factor)
+    reserved = output_of("scontrol", "-o", "show", "reservation")
     site = Site(
         user=user,
         now=time.time(),
         config=config,
         partitions=there,
-        nodes=tables.nodes(output_of("sinfo", "--noheader", "--Node", "--all", f"--Format={tables.NODES}")),
+        nodes=tables.nodes(output_of("sinfo", "--noheader", "--Node", "--all", f"--Format={tables.NODES}") or ""),
         reservations=None if reserved is None else tables.reservations(reserved),
         associations=associations,
         qos_rules=rules,

@@ -160,7 +160,7 @@ def test_what_a_pending_job_requests_is_shown_in_every_version(version: str, slu
 @every_version
 def test_the_estimate_of_the_start_names_nodes_and_partition(version: str) -> None:
     (line,) = answer(version, "estimate").splitlines()
-    start, rest = read_estimate([line.removeprefix("sbatch: ")], 2e9)
+    start, rest = read_estimate(line, 2e9)
     assert start.at is not None
     assert (rest, str(start.reason)) == ([], "Slurm's estimate (sbatch --test-only) on n[1-2] of main")
 
