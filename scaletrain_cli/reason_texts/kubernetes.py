@@ -426,6 +426,7 @@ TEXTS: Texts = {
     "pod-unschedulable": _EVENT,
     # Pods that run.
     "running": "all {pods:of pod} running",
+    "held-by-containers": "the ranks of {pods:of pod} have ended, but not {names:list}: `scaletrain cancel` ends it",
     "running-others-ended": "{running} of {expected} pods running, the others have ended",
     "restarted": "restart {count}",
     # Headlines and remedies of explain for a job that waits.

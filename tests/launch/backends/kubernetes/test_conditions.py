@@ -56,6 +56,17 @@ def judged(whole: dict[str, Any] | None, *pods: dict[str, Any], **more: Any) -> 
     return job_of(Observation(whole, tuple(pods), **more), "jobset/llama-s1", NOW)
 
 
+def test_a_gang_that_only_other_containers_keep_from_ending_is_named_with_them() -> None:
+    """As with Istio's proxy, which a webhook adds to each pod: neither success nor failure reaches the Job."""
+    node = {"name": "node", "state": {"terminated": {"exitCode": 1, "reason": "Error"}}}
+    statuses = [node, {"name": "istio-proxy", "state": {"running": {}}}]
+    held = [pod(NAME, index, containerStatuses=statuses) for index in (0, 1)]
+    job = judged(jobset(), *held)
+    held_by = "the ranks of 2 pods have ended, but not istio-proxy: `scaletrain cancel` ends it"
+    assert (job.state, job.detail) == ("ending", held_by)
+    assert judged(jobset(), held[0], pod(NAME, 1)).state == "running"
+
+
 def test_a_gang_whose_pods_all_run_is_running_with_its_nodes() -> None:
     job = judged(jobset(), pod(NAME, 0, node="n1"), pod(NAME, 1, node="n2"))
     assert (job.state, job.nodes) == ("running", ("n1", "n2"))
