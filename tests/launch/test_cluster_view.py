@@ -44,6 +44,13 @@ def test_jobs_of_others_are_counted_and_come_before_mine_by_priority() -> None:
     assert len(view.queue) == 3
 
 
+def test_jobs_of_the_user_that_neither_run_nor_wait_for_nodes_are_listed_too() -> None:
+    states = ("COMPLETING", "REQUEUE_HOLD", "RESIZING", "STOPPED")
+    lines = [f"{number}|root|{state}|None|1|1|N/A|N/A|main|x\n" for number, state in enumerate(states)]
+    shown = [(row.state, row.ahead) for row in make_view(SITE, "".join(lines)).queue]
+    assert shown == [("ending", None), ("queued", None), ("running", None), ("suspended", None)]
+
+
 def test_a_job_name_with_separators_does_not_shift_the_columns() -> None:
     (row,) = make_view(SITE, "1|root|PENDING|None|1|2|gres:gpu:4|N/A|main|a|b\n").queue
     assert (row.name, row.gpus, row.queue) == ("a|b", 8, "main")

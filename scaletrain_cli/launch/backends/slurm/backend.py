@@ -357,8 +357,8 @@ class SlurmBackend(Backend):
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
         from scaletrain_cli.launch.backends.slurm.explain import QUEUE, make_view
 
-        states = "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING,COMPLETING"
-        text = call_slurm(["squeue", "--noheader", "--all", states, f"--format={QUEUE}"]).stdout
+        # Without --states, whose RUNNING and PENDING are only those without a flag, such as STOPPED and REQUEUE_HOLD.
+        text = call_slurm(["squeue", "--noheader", "--all", f"--format={QUEUE}"]).stdout
         return make_view(query_site(cluster), text)
 
     def checks(self) -> Iterator[Check]:

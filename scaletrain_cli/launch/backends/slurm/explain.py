@@ -161,7 +161,6 @@ def _listed(fields: dict[str, str], names: tuple[str, ...]) -> str:
 
 # Answers to `squeue --format=QUEUE`: job, user, state, reason, priority, nodes, GPUs per node, start, partition, name.
 QUEUE = "%A|%u|%T|%r|%Q|%D|%b|%S|%P|%j"
-_RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING")
 
 
 def make_view(site: Site, queue: str) -> ClusterView:
@@ -185,8 +184,8 @@ def make_view(site: Site, queue: str) -> ClusterView:
             if limit.kind != AT_LEAST
         ),
         queue=_mine(rows, site.user),
-        others_running=sum(row[2] in _RUNNING for row in others),
-        others_queued=sum(row[2] == "PENDING" for row in others),
+        others_running=sum(job_state(row[2]) != "queued" for row in others),
+        others_queued=sum(job_state(row[2]) == "queued" for row in others),
         warnings=(Reason("slurm.nodes-out-of-order", {"nodes": down}),) if down else (),
     )
 
@@ -217,11 +216,10 @@ def _gpu_rows(nodes: Sequence[Node]) -> tuple[GpuRow, ...]:
 def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
     waiting = sorted((row for row in rows if row[2] == "PENDING"), key=_order)
     found = []
-    for row in [row for row in rows if row[1] == user and row[2] in (*_RUNNING, "SUSPENDED")] + [
-        row for row in waiting if row[1] == user
-    ]:
-        job_id, _, state, reason, _, nodes, per_node, start, partition, name = row
-        queued = state == "PENDING"
+    for row in (*(row for row in rows if row[2] != "PENDING"), *waiting):
+        job_id, owner, state, reason, _, nodes, per_node, start, partition, name = row
+        if owner != user:
+            continue
         ahead = [other for other in waiting if other[8] == partition and _order(other) < _order(row)]
         # gres:gpu:h100:8; none if the job requested none that way
         counts = gpus(per_node.replace("gres:", "").replace("gres/", ""))
@@ -229,11 +227,11 @@ def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
             QueueRow(
                 job_id=job_id,
                 name=name,
-                state="queued" if queued else job_state(state),
+                state=job_state(state),
                 queue=partition,
                 nodes=int(nodes) if nodes.isdigit() else 0,
                 gpus=sum(counts.values()) * int(nodes) if counts and nodes.isdigit() else None,
-                ahead=len(ahead) if queued else None,
+                ahead=len(ahead) if state == "PENDING" else None,
                 reason="" if reason == "None" else reason,
                 start=moment(start),
             )
