@@ -242,9 +242,8 @@ class _SiteCheck:
         site, slurm = self.site, self.spec.cluster.slurm
         accounts = sorted({one.account for one in site.associations})
         if site.enforces("associations") and accounts and (slurm.account or accounts[0]).lower() not in accounts:
-            yield self._problem(
-                "cluster.slurm.account", "account-not-yours", slurm.account, user=site.user, accounts=accounts
-            )
+            known = {"user": site.user, "accounts": accounts}
+            yield self._problem("cluster.slurm.account", "account-not-yours", slurm.account, **known)
         allowed = sorted({qos for one in site.associations if one.account == site.account for qos in one.qos})
         if site.enforces("qos") and allowed and (slurm.qos or allowed[0]).lower() not in allowed:
             params = {"user": site.user, "qos": allowed, "account": site.account}
@@ -259,10 +258,8 @@ class _SiteCheck:
             notes.append(Reason("slurm.note-partition-not-up", {"partition": name, "state": partition.state}))
         longest = None if self.site.qos_may_lift("PartitionTimeLimit") else partition.max_seconds
         if (requested := slurm.time) is not None and longest is not None and requested > longest:
-            most = _duration(longest)
-            yield self._problem(
-                "cluster.slurm.time", "beyond-max-time", _duration(requested), partition=name, most=most
-            )
+            given, most = _duration(requested), _duration(longest)
+            yield self._problem("cluster.slurm.time", "beyond-max-time", given, partition=name, most=most)
         most_nodes = None if self.site.qos_may_lift("PartitionMaxNodes") else partition.max_nodes
         if most_nodes is not None and cluster.nodes > most_nodes:
             yield self._problem("cluster.nodes", "beyond-max-nodes", cluster.nodes, partition=name, most=most_nodes)

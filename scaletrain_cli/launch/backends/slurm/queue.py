@@ -34,10 +34,7 @@ _SETTLED_SECONDS = 300.0
 _NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job whose dependency has failed
 _COLUMNS = "%i|%T|%r|%N|%u|%k"  # %i: ARRAY_TASK for a task; the comment is last: it may contain any character
 # RESV_DEL_HOLD: held since its reservation was deleted; EXPEDITING: requeued with priority, since Slurm 25.11.
-_QUEUED = (
-    *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
-    "EXPEDITING",
-)
+_QUEUED = "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT RESV_DEL_HOLD EXPEDITING".split()
 _ENDED = (
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
     *("OUT_OF_MEMORY", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
@@ -325,9 +322,7 @@ def preparation_comment(run: RunDir, record: RunRecord) -> str:
 def _rows_by_id(job_ids: Iterable[str]) -> dict[str, JobRow]:
     """Return the rows of these jobs by id, from one call; jobs that Slurm has forgotten are missing."""
     ids = sorted(set(job_ids))
-    if not ids:
-        return {}
-    return {row.job_id: row for row in _squeue(f"--jobs={','.join(ids)}")}
+    return {row.job_id: row for row in _squeue(f"--jobs={','.join(ids)}")} if ids else {}
 
 
 def _rows_of_run(run: RunDir, without: Sequence[str] = ()) -> list[JobRow]:

@@ -169,9 +169,7 @@ def user_name() -> str:
 
 
 def _default_qos(associations: Sequence[Association], account: str) -> str:
-    mine = next((one for one in associations if one.account == account), None)
-    if mine is None:
-        return ""
+    mine = next((one for one in associations if one.account == account), Association("", frozenset(), ""))
     return mine.default_qos or ("normal" if "normal" in mine.qos else "")
 
 

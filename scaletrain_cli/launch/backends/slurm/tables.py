@@ -201,13 +201,10 @@ def is_usable(state: str) -> bool:
 
 def limit_seconds(text: str) -> float | None:
     """Return the seconds in ``1-02:03:04``, ``02:03:04`` or ``03:04``; None for UNLIMITED, NONE and the like."""
-    days, _, clock = text.strip().rpartition("-")
-    if not re.fullmatch(r"\d+(:\d+){1,2}", clock) or (days and not days.isdigit()):
+    if (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())) is None:
         return None
-    seconds = 0
-    for part in clock.split(":"):
-        seconds = 60 * seconds + int(part)
-    return 86400.0 * int(days or 0) + seconds
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
 
 
 def moment(text: str) -> float | None:
