@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 120
 _SEARCHES, _SEARCH_PAUSE_SECONDS = 3, 1.0  # for a job whose answer was lost
 _CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
-# Messages of Slurm's commands about a request that was sent but not answered (schedmd/slurm, slurm_errno.c). With
-# "Unable to contact", in contrast, the controller has received nothing.
+# Messages of Slurm's commands about a request that was sent but not answered (schedmd/slurm, slurm_errno.c). Of "Unable
+# to contact slurm controller", only "(receive failure)": else the controller has received nothing.
 _ANSWER_LOST = (
     *("Socket timed out", "Connection timed out", "Connection reset", "Broken pipe", "Zero Bytes were transmitted"),
-    *("Message receive failure", "Unexpected message received", "Protocol authentication error"),
+    *("receive failure", "Unexpected message received", "Protocol authentication error"),
 )
 TOKEN = "SLURM_JWT"  # for Slurm's commands on this machine; the job script removes it
 # The only variables of the submitter that the job gets: others may contain secrets, which Slurm would store.

@@ -159,6 +159,26 @@ def test_a_lost_answer_is_no_refusal_and_a_second_submit_adds_no_job(controller:
     assert len(controller.jobs) == len(controller.called("sbatch")) == 1
 
 
+@pytest.mark.parametrize(
+    ("said", "is_found"),
+    [
+        ("Unable to contact slurm controller (receive failure)", True),
+        ("Zero Bytes were transmitted or received", True),
+        ("Unable to contact slurm controller (connect failure)", False),
+    ],
+)
+def test_a_job_is_looked_for_if_the_controller_may_have_got_the_request(
+    controller: Controller, made: MadeRun, said: str, *, is_found: bool
+) -> None:
+    controller.fails("sbatch", f"sbatch: error: Batch job submission failed: {said}", works=is_found)
+    if is_found:
+        assert submit_run(made.run, made.record, SLURM).job_id == "100"
+    else:
+        with pytest.raises(SchedulerError, match="connect failure"):
+            submit_run(made.run, made.record, SLURM)
+        assert open_request(made.run) is None
+
+
 def test_a_job_that_ran_without_an_answer_is_not_submitted_again(controller: Controller, made: MadeRun) -> None:
     controller.fails("sbatch", TIMED_OUT, works=True)
     (controller.folder / "then-squeue-fails").touch()
