@@ -245,9 +245,10 @@ class _SiteCheck:
             known = {"user": site.user, "accounts": accounts}
             yield self._problem("cluster.slurm.account", "account-not-yours", slurm.account, **known)
         allowed = sorted({qos for one in site.associations if one.account == site.account for qos in one.qos})
-        if site.enforces("qos") and allowed and (slurm.qos or allowed[0]).lower() not in allowed:
+        others = [name for name in (slurm.qos or "").split(",") if name.lower() not in ("", *allowed)]
+        if site.enforces("qos") and allowed and others:
             params = {"user": site.user, "qos": allowed, "account": site.account}
-            yield self._problem("cluster.slurm.qos", "qos-not-yours", slurm.qos, **params)
+            yield self._problem("cluster.slurm.qos", "qos-not-yours", ",".join(others), **params)
 
     def _of_partition(self, partition: Partition, notes: list[Reason]) -> Iterator[Problem]:
         cluster, slurm, name = self.spec.cluster, self.spec.cluster.slurm, partition.name
@@ -267,12 +268,13 @@ class _SiteCheck:
             least = partition.min_nodes
             yield self._problem("cluster.nodes", "below-min-nodes", cluster.nodes, partition=name, least=least)
         accounts = self.site.accounts if self.site.enforces("associations") else ()
-        for what, mine, allowed, denied in (
-            ("account", accounts, partition.allowed_accounts, partition.denied_accounts),
-            ("qos", (self.site.qos,), partition.allowed_qos, partition.denied_qos),
+        # A list stands for the accounts below its own, too (Slurm 23.02); a job may have several QOS (24.11).
+        for what, mine, allowed, denied, enough in (
+            ("account", accounts, partition.allowed_accounts, partition.denied_accounts, any),
+            ("qos", self.site.qos.split(","), partition.allowed_qos, partition.denied_qos, all),
         ):
-            # Each list stands for the accounts below its own, too (since Slurm 23.02); the first one voids the second.
-            if any(mine) and not (allowed.intersection(mine) if allowed is not None else denied.isdisjoint(mine)):
+            refused = enough(name in denied for name in mine) if allowed is None else allowed.isdisjoint(mine)
+            if any(mine) and refused:
                 code = "partition-denies" if allowed is None else "partition-admits-only"
                 named: dict[str, object] = {"mine": mine[0], "allowed": sorted(allowed or ())}
                 yield self._problem(f"cluster.slurm.{what}", code, mine[0], partition=name, what=what, **named)
@@ -393,8 +395,7 @@ class _SiteCheck:
     @property
     def _reservations(self) -> list[str]:
         """The requested reservations, of which Slurm uses the first that can run the job."""
-        requested = self.spec.cluster.slurm.reservation
-        return [] if requested is None else requested.split(",")
+        return (self.spec.cluster.slurm.reservation or "").split(",")
 
     def _reserved(self, partition: Partition, fitting: list[Node]) -> Iterator[Reason]:
         """Yield notes: that the job's own reservation ends before it, and on others that leave too few nodes for it."""

@@ -27,8 +27,7 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 class Site:
     """The current state of the site. ``account`` and ``qos``: those that the job would get; "" for none.
 
-    ``reservations`` is None if Slurm did not answer. ``accounts``: the account and those above it, of which a partition
-    may admit one; empty if they are not known.
+    ``reservations`` is None if Slurm did not answer. ``accounts``: the account and those above it; empty if not known.
     """
 
     user: str

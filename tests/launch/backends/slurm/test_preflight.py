@@ -273,6 +273,15 @@ def test_a_flexible_reservation_ends_no_job_and_limits_no_nodes() -> None:
     assert verdict("cluster.slurm.time=3h", "cluster.slurm.reservation=lab1", site=site) == PreflightVerdict((), ())
 
 
+def test_a_job_may_name_several_qos_of_which_slurm_uses_one() -> None:
+    site = dataclasses.replace(SITE, qos="capped,normal", partitions=partition(allowed_qos=frozenset({"normal"})))
+    assert verdict("cluster.slurm.qos=capped,normal", site=site).problems == ()
+    site = dataclasses.replace(site, partitions=partition(denied_qos=frozenset({"capped"})))
+    assert verdict("cluster.slurm.qos=capped,normal", site=site).problems == ()
+    (problem,) = verdict("cluster.slurm.qos=capped,urgent").problems
+    assert (problem.key, problem.given) == ("cluster.slurm.qos", "urgent")
+
+
 def test_a_job_may_name_several_reservations_of_which_slurm_uses_one() -> None:
     nodes = frozenset({"n1", "n2", "n3"})
     there = tuple(Reservation(name, NOW, NOW + 9 * HOUR, nodes, False) for name in ("lab1", "lab2"))
