@@ -284,6 +284,8 @@ class _SiteCheck:
         """Yield a problem if the partition has too few such nodes in any state; note the number of unusable ones."""
         cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
         here = [node for node in self.site.nodes if partition.name in node.partitions]
+        if len(here) < partition.total_nodes:  # Slurm hides nodes of a cloud that are powered down (PrivateData)
+            here = []
         excluded = set(tables.node_names(slurm.exclude or ""))
         pinned = set(tables.node_names(slurm.nodelist or ""))
         if here and pinned - {node.name for node in here}:

@@ -48,6 +48,7 @@ class Partition:
     tier: int
     qos: str = ""  # its limits apply to every job in the partition
     max_cores_per_node: int | None = None
+    total_nodes: int = 0
     gives_cores: bool = False  # DefCpuPerGPU: a job gets CPU cores for its GPUs without requesting them
 
 
@@ -234,6 +235,7 @@ def _partition(record: Mapping[str, str]) -> Partition:
         tier=_integer(record.get("PriorityTier", "")) or 0,
         qos=(_value(record.get("QoS", "")) or "").lower(),
         max_cores_per_node=_integer(record.get("MaxCPUsPerNode", "")),
+        total_nodes=_integer(record.get("TotalNodes", "")) or 0,
         gives_cores="DefCpuPerGPU" in record.get("JobDefaults", ""),
     )
 

@@ -273,6 +273,14 @@ def test_a_flexible_reservation_ends_no_job_and_limits_no_nodes() -> None:
     assert verdict("cluster.slurm.time=3h", "cluster.slurm.reservation=lab1", site=site) == PreflightVerdict((), ())
 
 
+def test_nodes_of_a_cloud_that_slurm_hides_while_they_are_powered_down_may_be_what_a_job_needs() -> None:
+    hidden = dataclasses.replace(SITE, partitions=partition(total_nodes=8))
+    assert verdict(site=hidden, nodes=8).problems == ()
+    assert verdict("cluster.slurm.nodelist=cloud[1-2]", site=hidden).problems == ()
+    assert SITE.partitions[0].total_nodes == 3
+    assert len(verdict(nodes=8).problems) == 1
+
+
 def test_a_job_may_name_several_qos_of_which_slurm_uses_one() -> None:
     site = dataclasses.replace(SITE, qos="capped,normal", partitions=partition(allowed_qos=frozenset({"normal"})))
     assert verdict("cluster.slurm.qos=capped,normal", site=site).problems == ()
