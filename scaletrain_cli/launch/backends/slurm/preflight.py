@@ -252,9 +252,8 @@ class _SiteCheck:
 
     def _of_partition(self, partition: Partition, notes: list[Reason]) -> Iterator[Problem]:
         cluster, slurm, name = self.spec.cluster, self.spec.cluster.slurm, partition.name
-        key = "cluster.slurm.partition"
         if partition.state in _REFUSING_STATES:
-            yield self._problem(key, "partition-closed", name, state=partition.state)
+            yield self._problem("cluster.slurm.partition", "partition-closed", name, state=partition.state)
         elif partition.state != "UP":
             notes.append(Reason("slurm.note-partition-not-up", {"partition": name, "state": partition.state}))
         longest = None if self.site.qos_may_lift("PartitionTimeLimit") else partition.max_seconds
@@ -288,12 +287,9 @@ class _SiteCheck:
             here = []
         excluded = set(tables.node_names(slurm.exclude or ""))
         pinned = set(tables.node_names(slurm.nodelist or ""))
-        if here and pinned - {node.name for node in here}:
-            others: dict[str, object] = {
-                "nodes": sorted(pinned - {node.name for node in here}),
-                "partition": partition.name,
-            }
-            yield self._problem("cluster.slurm.nodelist", "nodes-of-other-partition", slurm.nodelist, **others)
+        if here and (others := sorted(pinned - {node.name for node in here})):
+            where = {"nodes": others, "partition": partition.name}
+            yield self._problem("cluster.slurm.nodelist", "nodes-of-other-partition", slurm.nodelist, **where)
             return
         offered = [node for node in here if node.name not in excluded]
         fitting = [node for node in offered if not any(too_small(self.spec, node))]
