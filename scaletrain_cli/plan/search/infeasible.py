@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
-from scaletrain_cli.plan.axes import AXES, CHECKPOINTING, OFFLOAD, divisors, resolve_axes
+from scaletrain_cli.plan.axes import AXES, CHECKPOINTING, OFFLOAD, Axes, divisors, resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import SCHEMA, RunPlan
 from scaletrain_cli.plan.search.engine_support import capabilities, opened, unsupported
 from scaletrain_cli.plan.search.layout_search import Sized
-from scaletrain_cli.plan.search.layouts import describe
+from scaletrain_cli.plan.search.layouts import build_layout, describe
 from scaletrain_cli.plan.search.least_memory import smallest_memory, splits_by_memory
 from scaletrain_cli.plan.search.search_space import RejectionCounts, degrees_to_try
 from scaletrain_cli.plan.workloads.registry import workload_of
@@ -38,17 +39,24 @@ def suggestions(spec: RunSpec) -> list[Problem]:
         for changed, sized in islice(splits_by_memory(spec, device), 1):
             split = list(changed.layout.pipeline_split)
             found.append(_would_fit(changed, device, "layout.pipeline_split", str(split), sized))
-    relaxed = spec
+    relaxed, freed = spec, []
     for key in ("layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"):
-        relaxed = _changed(relaxed, key, "auto")
+        if attrgetter(key)(spec) != "auto":
+            relaxed, freed = _changed(relaxed, key, "auto"), [*freed, key]
     least = smallest_memory(relaxed, device)
     fitting = least if least and least.memory.fits else next(splits_by_memory(relaxed, device), (relaxed, None))[1]
     if not found and fitting:
         found.append(_would_fit(relaxed, device, "layout", describe(fitting.layout), fitting))
-    found += _context_ranks(relaxed, device)
-    found += _beyond_this_engine(relaxed, device)
-    found += _fewest_gpus(relaxed, device)
-    found += _larger_device(relaxed, device, least)
+    fits_here = bool(found)
+    found += _beyond_this_engine(spec, device)
+    for ways in (_context_ranks, _fewest_gpus, _larger_device):
+        more = list(ways(spec, device))
+        # Where settings could be freed on this cluster, another one with them freed is no advice.
+        if not more and freed and not fits_here:
+            for problem in ways(relaxed, device):
+                reason = Reason("plan.with-settings-freed", {"cause": problem.reason, "keys": freed})
+                more.append(Problem.because(problem.where, problem.key, reason, problem.given))
+        found += more
     if not found:
         found.append(Problem.because("no change helps", "model", Reason("plan.nothing-fits")))
     return found
@@ -138,15 +146,22 @@ def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
         yield _would_fit(larger, device, "cluster", f"{counts[low]} x {device.name}", found)
 
 
-def _larger_device(spec: RunSpec, device: Accelerator, least: Sized | None) -> Iterator[Problem]:
+def _larger_device(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     """Yield the GPU of the catalogue with the least memory on which the smallest layout fits."""
-    names = [name for name in accelerator_names() if name != "cpu"]
-    devices = (find_accelerator(spec.cluster.model_copy(update={"gpu": name})) for name in names)
-    for larger in sorted(devices, key=lambda d: (d.memory_bytes, d.name)):
-        if least and larger.memory_bytes > device.memory_bytes and not device.is_cpu:
-            memory = workload_of(spec.model).memory(spec, least.layout, larger)
+    least = smallest_memory(spec, device)
+    if least is None or device.is_cpu:
+        return
+    small = least.layout
+    changes = [_changed(spec, "cluster.gpu", name) for name in accelerator_names() if name != "cpu"]
+    found = ((find_accelerator(changed.cluster), changed) for changed in changes)
+    for larger, changed in sorted(found, key=lambda pair: (pair[0].memory_bytes, pair[0].name)):
+        if larger.memory_bytes > device.memory_bytes:
+            # Compilation and the kernel of the cross-entropy may be others on that GPU.
+            modes = (small.zero_stage, small.activation_checkpointing, small.micro_batch_size, small.offload)
+            layout = build_layout(changed, Axes.of(small), *modes)
+            memory = workload_of(spec.model).memory(changed, layout, larger)
             if memory.fits:
-                yield _would_fit(spec, larger, "cluster.gpu", larger.name, Sized(least.layout, memory))
+                yield _would_fit(changed, larger, "cluster.gpu", larger.name, Sized(layout, memory))
                 return
 
 

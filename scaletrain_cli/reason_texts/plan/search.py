@@ -46,6 +46,7 @@ TEXTS: Texts = {
         "needs {peak:bytes} of {capacity:bytes} and {step:seconds} per step ({layout})",
         "This engine version cannot run it yet.",
     ),
+    "with-settings-freed": "{cause}, with {keys:list} on auto",
     "no-layout-divides": "no layout of {name} divides over {gpus}",
     "run-does-not-fit": "{name} does not fit on {gpus}: the smallest layout needs {peak:bytes} per rank and a rank "
     "has {capacity:bytes}",

@@ -50,6 +50,16 @@ def test_a_larger_gpu_is_proposed_and_fits() -> None:
     assert make_plan(spec_of("llama-7b", cluster__gpu=proposed, cluster__gpus_per_node=4)).memory.fits
 
 
+def test_the_step_time_on_a_larger_gpu_is_that_of_a_layout_which_the_gpu_runs() -> None:
+    """An Instinct GPU has no compiled blocks, which a GeForce has: its step is not that of compiled ones."""
+    on = {"cluster__gpu": "rtx-4090-24gb", "training__global_batch_size": 480}
+    long = {"model__seq_len": 131_072, "model__max_position_embeddings": 131_072, **on}
+    (larger,) = [problem for problem in refusal(spec_of("gemma-2-2b", **long)).problems if problem.key == "cluster.gpu"]
+    plan = make_plan(spec_of("gemma-2-2b", **{**long, "cluster__gpu": larger.given}))
+    assert not plan.layout.compile
+    assert plan.time.step <= larger.reason.params["step"]
+
+
 @pytest.mark.parametrize(
     ("pinned", "key", "value"),
     [
@@ -69,6 +79,29 @@ def test_a_pinned_setting_in_the_way_is_named_with_a_remedy(pinned: dict[str, ob
     assert found, str(error)
     changed = {**pinned, key.replace(".", "__"): int(found[0]) if str(found[0]).isdigit() else found[0]}
     assert make_plan(spec_of(**changed)).memory.fits  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "pinned",
+    [
+        # With the layout free it fits on this cluster, so more or larger GPUs are for these settings.
+        {"model__preset": "llama-13b", "layout__zero_stage": 1, **DATA_ALONE},
+        {"layout__activation_checkpointing": "none", "training__micro_batch_size": 4, **DATA_ALONE},
+        # Nothing fits on this cluster, and no number of GPUs makes ZeRO-0 fit.
+        {"model__preset": "llama-70b", "layout__zero_stage": 0, **DATA_ALONE},
+    ],
+    ids=["zero-1", "no-recomputation", "zero-0"],
+)
+def test_another_cluster_that_is_named_fits_with_the_settings_of_the_spec_or_those_named_with_it(
+    pinned: dict[str, object],
+) -> None:
+    proposed = [problem for problem in refusal(spec_of(**pinned)).problems if problem.key in ("cluster", "cluster.gpu")]  # type: ignore[arg-type]
+    assert proposed
+    for problem in proposed:
+        name = "cluster__nodes" if problem.key == "cluster" else "cluster__gpu"
+        value = int(problem.given.split()[0]) // 8 if problem.key == "cluster" else problem.given
+        freed = {key.replace(".", "__"): "auto" for key in problem.reason.params.get("keys", ())}
+        assert make_plan(spec_of(**{**pinned, **freed, name: value})).memory.fits  # type: ignore[arg-type]
 
 
 def test_a_run_that_no_change_makes_fit_says_so() -> None:
