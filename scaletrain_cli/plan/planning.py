@@ -61,7 +61,8 @@ def make_plan(spec: RunSpec, measurements: Measurements | None = None) -> RunPla
     except PlanInfeasibleError as error:
         if error.plan is None:
             raise
-        raise does_not_fit(spec, find_accelerator(spec.cluster), error.plan, suggestions(spec)) from None
+        changes = suggestions(spec, error.plan.layout)
+        raise does_not_fit(spec, find_accelerator(spec.cluster), error.plan, changes) from None
     except UsageError as error:
         error.problems = placed(spec, error.problems)
         raise

@@ -10,8 +10,8 @@ from scaletrain_cli.plan.axes import AXES, CHECKPOINTING, OFFLOAD, Axes, divisor
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.result import SCHEMA, RunPlan
-from scaletrain_cli.plan.search.engine_support import capabilities, opened, unsupported
+from scaletrain_cli.plan.result import SCHEMA, Layout, RunPlan
+from scaletrain_cli.plan.search.engine_support import capabilities, opened, searches_engine, unsupported
 from scaletrain_cli.plan.search.layout_search import Sized
 from scaletrain_cli.plan.search.layouts import build_layout, describe
 from scaletrain_cli.plan.search.least_memory import smallest_memory, splits_by_memory
@@ -24,8 +24,11 @@ from scaletrain_cli.text import bytes_text
 _MOST_GPUS = 100_000
 
 
-def suggestions(spec: RunSpec) -> list[Problem]:
-    """Return changes that make the run fit: one or more settings, what the engine lacks, more GPUs, larger GPUs."""
+def suggestions(spec: RunSpec, layout: Layout) -> list[Problem]:
+    """Return changes that make the run fit: one or more settings, what the engine lacks, more GPUs, larger GPUs.
+
+    ``layout``: the smallest one of the spec, which does not fit.
+    """
     device = find_accelerator(spec.cluster)
     found = []
     for key, value in _single_changes(spec):
@@ -33,7 +36,7 @@ def suggestions(spec: RunSpec) -> list[Problem]:
         sized = smallest_memory(changed, device)
         if not (sized and sized.memory.fits) and not spec.layout.pipeline_split:
             changed, sized = next(splits_by_memory(changed, device), (changed, None))
-        if sized and sized.memory.fits:
+        if sized and sized.memory.fits and not _is_refused(spec, layout, changed, sized.layout):
             found.append(_would_fit(changed, device, key, str(value), sized))
     if spec.layout.pipeline_split:
         for changed, sized in islice(splits_by_memory(spec, device), 1):
@@ -81,7 +84,13 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
     if spec.training.precision in ("fp32", "tf32"):
         yield "training.precision", "bf16"
     elif spec.training.grad_dtype == "fp32":
-        yield "training.grad_dtype", "bf16"
+        yield "training.grad_dtype", "fp16" if spec.training.precision == "fp16" else "bf16"
+
+
+def _is_refused(spec: RunSpec, layout: Layout, changed: RunSpec, other: Layout) -> bool:
+    """Return whether the engine cannot run the changed spec for a reason that it has not against the spec itself."""
+    before, after = ({rule.code for rule in unsupported(*run)} for run in ((spec, layout), (changed, other)))
+    return searches_engine(spec) and not after <= before
 
 
 def _context_ranks(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
@@ -151,16 +160,16 @@ def _larger_device(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     least = smallest_memory(spec, device)
     if least is None or device.is_cpu:
         return
-    small = least.layout
+    small, precision = least.layout, spec.training.precision
     changes = [_changed(spec, "cluster.gpu", name) for name in accelerator_names() if name != "cpu"]
     found = ((find_accelerator(changed.cluster), changed) for changed in changes)
     for larger, changed in sorted(found, key=lambda pair: (pair[0].memory_bytes, pair[0].name)):
-        if larger.memory_bytes > device.memory_bytes:
+        if larger.memory_bytes > device.memory_bytes and (precision in larger.flops or precision not in device.flops):
             # Compilation and the kernel of the cross-entropy may be others on that GPU.
             modes = (small.zero_stage, small.activation_checkpointing, small.micro_batch_size, small.offload)
             layout = build_layout(changed, Axes.of(small), *modes)
             memory = workload_of(spec.model).memory(changed, layout, larger)
-            if memory.fits:
+            if memory.fits and not _is_refused(spec, small, changed, layout):
                 yield _would_fit(changed, larger, "cluster.gpu", larger.name, Sized(layout, memory))
                 return
 

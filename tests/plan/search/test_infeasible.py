@@ -5,7 +5,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.plan import PlanInfeasibleError, make_plan
+from scaletrain_cli.plan import PlanInfeasibleError, make_plan, submittable
 from scaletrain_cli.plan.axes import AXES
 from scaletrain_cli.plan.result import RunPlan, with_reasons
 from scaletrain_cli.plan.stages import blocks_per_stage
@@ -102,6 +102,34 @@ def test_another_cluster_that_is_named_fits_with_the_settings_of_the_spec_or_tho
         value = int(problem.given.split()[0]) // 8 if problem.key == "cluster" else problem.given
         freed = {key.replace(".", "__"): "auto" for key in problem.reason.params.get("keys", ())}
         assert make_plan(spec_of(**{**pinned, **freed, name: value})).memory.fits  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pinned", "key", "refused"),
+    [
+        ({"training__precision": "fp8", "cluster__gpu": "l40s-48gb", "layout__zero_stage": 1}, "layout.zero_stage", 3),
+        (
+            {
+                "training__precision": "fp8",
+                "cluster__gpu": "rtx-4090",
+                "preset": "llama-3.2-3b",
+                "model__seq_len": 49152,
+            },
+            "cluster.gpu",
+            "a100",
+        ),
+    ],
+    ids=["zero-3 with fp8", "fp8 on an A100"],
+)
+def test_nothing_is_named_that_the_engine_refuses(pinned: dict[str, object], key: str, refused: object) -> None:
+    pinned = {"preset": "llama-3-8b", **pinned, **DATA_ALONE}
+    named = [problem for problem in refusal(spec_of(**pinned)).problems if problem.where == "would fit"]  # type: ignore[arg-type]
+    assert not any(problem.key == key and str(problem.given).startswith(str(refused)) for problem in named)
+    for problem in named:
+        if problem.key not in ("cluster", "layout"):
+            value = yaml.safe_load(str(problem.given))
+            changed = spec_of(**{**pinned, problem.key.replace(".", "__"): value})  # type: ignore[arg-type]
+            assert not submittable(changed, make_plan(changed))
 
 
 def test_a_run_that_no_change_makes_fit_says_so() -> None:
