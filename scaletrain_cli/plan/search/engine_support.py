@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from scaletrain_cli.plan.adapters import quantized_layout_rules
 from scaletrain_cli.plan.axes import AXES, Capabilities, Rule, nearest_divisors
@@ -30,7 +31,10 @@ def searches_engine(spec: RunSpec) -> bool:
 
 def capabilities(spec: RunSpec) -> Capabilities:
     """Return what the search may propose: what the engine runs, or all with ``planner.search: everything``."""
-    return ENGINE if searches_engine(spec) else framework_of(spec).capabilities
+    if not searches_engine(spec):
+        return framework_of(spec).capabilities
+    offloads = spec.layout.offload_device in spec.training.optimizer.traits.offload
+    return ENGINE if offloads else replace(ENGINE, offload=("none",))
 
 
 def opened(spec: RunSpec) -> RunSpec:

@@ -109,7 +109,7 @@ def _context_ranks(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
 def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     """Yield degrees and offload modes that the engine lacks and with which the run would fit, the lowest of each."""
     everything = opened(_changed(spec, "planner.search", "everything"))
-    if capabilities(spec) != ENGINE or not workload_of(spec.model).offloads:
+    if not searches_engine(spec) or not workload_of(spec.model).offloads:
         return
     plain = everything
     for axis in AXES:

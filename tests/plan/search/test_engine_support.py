@@ -148,6 +148,10 @@ def test_a_layout_that_the_engine_can_run_may_be_submitted(overrides: dict[str, 
         ("gpt2", {"model__vocab_size": 50257}),
         ("mixtral-8x7b", {"cluster__nodes": 8, "layout__offload": "auto"}),
         ("llama-70b", {"cluster__nodes": 4, "layout__offload": "auto"}),
+        (
+            "llama-7b",
+            {"training__optimizer": {"name": "adamw_8bit"}, "cluster__gpu": "rtx-4090", "layout__offload": "auto"},
+        ),
     ],
 )
 def test_the_search_proposes_only_what_the_engine_runs(preset: str, overrides: dict[str, Any]) -> None:
