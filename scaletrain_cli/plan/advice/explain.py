@@ -21,7 +21,6 @@ from scaletrain_cli.plan.advice.explanation import (
 )
 from scaletrain_cli.plan.block_graph import backward_products
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator, near_ranks
-from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.engine_states import trained_bytes
 from scaletrain_cli.plan.memory.parameter_groups import stage_tensors
@@ -191,7 +190,7 @@ def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, 
     if not needed:
         follows = [Reason("plan.tensor-degree", {"degree": plan.layout.tensor_parallel})]
     question = Reason("plan.ask-tensor", {"zero_stage": _lowest(spec)})
-    yield Question("tensor", question, rows, fits, (verdict,), (*follows, *_not_yet(spec, "tensor_parallel")))
+    yield Question("tensor", question, rows, fits, (verdict,), tuple(follows))
 
 
 def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> Iterator[Question]:
@@ -218,13 +217,7 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
         cut = {"sequence": chosen.sequence_parallel, "context": chosen.context_parallel}
         follows = Reason("plan.sequences-are-cut", cut)
     question = Reason("plan.ask-pipeline", {"tensor": tensor})
-    yield Question("pipeline", question, rows, fits, (verdict,), (follows, *_not_yet(spec, "pipeline_parallel")))
-
-
-def _not_yet(spec: RunSpec, axis: str) -> Iterator[Reason]:
-    """Yield that the engine cannot run this axis, if so: its figures are then no choice."""
-    if framework_of(spec).is_engine and axis not in ENGINE.axes:
-        yield Reason("plan.not-in-this-engine")
+    yield Question("pipeline", question, rows, fits, (verdict,), (follows,))
 
 
 def _per_parameter(size: int, count: int) -> Reason:

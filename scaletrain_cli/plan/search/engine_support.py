@@ -183,9 +183,7 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule(key, name, "engine-muon-adapter")
     elif name == "muon" and not any(orthogonalized_by_stage(spec)):
         yield Rule(key, name, "engine-muon-without-matrices")
-    if away not in ENGINE.offload:
-        yield Rule("layout.offload", away, "engine-offload", fix={"allowed": list(ENGINE.offload)})
-    elif away != "none" and not offload:
+    if away != "none" and not offload:
         yield Rule(key, name, "engine-offload-optimizer")
     elif away != "none" and device == "nvme" and device not in offload:
         yield Rule(key, name, "engine-nvme-optimizer")

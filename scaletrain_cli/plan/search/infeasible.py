@@ -6,12 +6,11 @@ from operator import attrgetter
 from typing import Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
-from scaletrain_cli.plan.axes import AXES, CHECKPOINTING, OFFLOAD, Axes, divisors, resolve_axes
+from scaletrain_cli.plan.axes import CHECKPOINTING, Axes, divisors, resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, accelerator_names, find_accelerator
-from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import SCHEMA, Layout, RunPlan
-from scaletrain_cli.plan.search.engine_support import capabilities, opened, searches_engine, unsupported
+from scaletrain_cli.plan.search.engine_support import capabilities, searches_engine, unsupported
 from scaletrain_cli.plan.search.layout_search import Sized
 from scaletrain_cli.plan.search.layouts import build_layout, describe
 from scaletrain_cli.plan.search.least_memory import smallest_memory, splits_by_memory
@@ -25,7 +24,7 @@ _MOST_GPUS = 100_000
 
 
 def suggestions(spec: RunSpec, layout: Layout) -> list[Problem]:
-    """Return changes that make the run fit: one or more settings, what the engine lacks, more GPUs, larger GPUs.
+    """Return changes that make the run fit: one or more settings, context ranks, more GPUs, larger GPUs.
 
     ``layout``: the smallest one of the spec, which does not fit.
     """
@@ -51,7 +50,6 @@ def suggestions(spec: RunSpec, layout: Layout) -> list[Problem]:
     if not found and fitting:
         found.append(_would_fit(relaxed, device, "layout", describe(fitting.layout), fitting))
     fits_here = bool(found)
-    found += _beyond_this_engine(spec, device)
     for ways in (_context_ranks, _fewest_gpus, _larger_device):
         more = list(ways(spec, device))
         # Where settings could be freed on this cluster, another one with them freed is no advice.
@@ -106,31 +104,6 @@ def _context_ranks(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
             break
 
 
-def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
-    """Yield degrees and offload modes that the engine lacks and with which the run would fit, the lowest of each."""
-    everything = opened(_changed(spec, "planner.search", "everything"))
-    if not searches_engine(spec) or not workload_of(spec.model).offloads:
-        return
-    plain = everything
-    for axis in AXES:
-        if getattr(plain.layout, axis) == "auto":
-            plain = _changed(plain, f"layout.{axis}", 1)
-    changes: dict[str, list[Any]] = {
-        f"layout.{axis}": degrees_to_try(everything, axis, RejectionCounts())[1:]
-        for axis in AXES
-        if axis not in ENGINE.axes and getattr(everything.layout, axis) == "auto"
-    }
-    if spec.layout.offload in ("auto", "none"):
-        changes["layout.offload"] = [mode for mode in OFFLOAD if mode not in ENGINE.offload]
-    for key, values in changes.items():
-        for value in values:
-            changed = _changed(plain, key, value)
-            sized = smallest_memory(changed, device)
-            if sized and sized.memory.fits:
-                yield _would_fit(changed, device, key, str(value), sized, "plan.would-fit-unsupported")
-                break
-
-
 def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     """Yield the smallest larger cluster over which the batch divides and on which the run fits."""
     split, per_node = resolve_axes(spec).model_parallel, spec.cluster.gpus_per_node
@@ -179,13 +152,12 @@ def _changed(spec: RunSpec, key: str, value: Any) -> RunSpec:
     return spec.model_copy(update={section: getattr(spec, section).model_copy(update={field: value})})
 
 
-def _would_fit(
-    spec: RunSpec, device: Accelerator, key: str, value: str, sized: Sized, code: str = "plan.would-fit"
-) -> Problem:
+def _would_fit(spec: RunSpec, device: Accelerator, key: str, value: str, sized: Sized) -> Problem:
     """Return the problem entry of a change, with the memory and step time that it leads to."""
     memory, step = sized.memory, workload_of(spec.model).time(spec, sized.layout, device)[0].step
     params = {"key": key, "value": value, "peak": memory.peak, "capacity": memory.capacity, "step": step}
-    return Problem.because("would fit", key, Reason(code, {**params, "layout": describe(sized.layout)}), value)
+    reason = Reason("plan.would-fit", {**params, "layout": describe(sized.layout)})
+    return Problem.because("would fit", key, reason, value)
 
 
 class PlanInfeasibleError(InfeasibleError):

@@ -224,7 +224,6 @@ TEXTS: Texts = {
     "stages-cost-a-bubble": "Stages send only activations, which the network between nodes can carry; the cost is the "
     "pipeline bubble",
     "sequences-are-cut": "Sequences are split too: sequence {sequence}, context {context}",
-    "not-in-this-engine": "This engine version cannot run it yet",
     "axis-needed-to-fit": "Without {axis} it does not fit",
     "slower-without-axis": "Without {axis} a step is {share:percent} longer",
     "faster-without-axis": "Without {axis} a step is {share:percent} shorter",

@@ -262,7 +262,6 @@ TEXTS: Texts = {
         "averaging does not support parameters that train in only some of the steps",
         "Use none, or train the same parameters in all steps.",
     ),
-    "engine-offload": ("this engine does not support this offload mode", *_USE),
     "engine-offload-optimizer": (
         "cannot be offloaded, because it updates its states on the device",
         "Use adamw, adam, momentum or sgd, or layout.offload: none.",

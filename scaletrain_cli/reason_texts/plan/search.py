@@ -42,10 +42,6 @@ TEXTS: Texts = {
     "needed-memory": "{parts} = {peak:bytes}; {device} has {capacity:bytes}",
     "smallest-layout": "{layout}",
     "would-fit": "needs {peak:bytes} of {capacity:bytes} and {step:seconds} per step ({layout})",
-    "would-fit-unsupported": (
-        "needs {peak:bytes} of {capacity:bytes} and {step:seconds} per step ({layout})",
-        "This engine version cannot run it yet.",
-    ),
     "with-settings-freed": "{cause}, with {keys:list} on auto",
     "no-layout-divides": "no layout of {name} divides over {gpus}",
     "run-does-not-fit": "{name} does not fit on {gpus}: the smallest layout needs {peak:bytes} per rank and a rank "
