@@ -74,11 +74,12 @@ class Layout:
 class StageMemory:
     """Bytes on one rank of one pipeline stage, at the peak of a step.
 
-    ``peak``: the device's memory in use, the sum of ``parameters`` to ``fragmentation``. ``allocated``: the part in
-    tensors, as torch.cuda.max_memory_allocated counts it. ``reserved``: the part that the caching allocator holds, with
-    fragmentation; the rest of the peak is the CUDA context and NCCL. ``cached``: what nvidia-smi may show, the peak and
-    what the allocator keeps of other phases until memory runs short. ``host``: bytes of this rank in the node's memory,
-    not in the peak. ``step_temporaries``: temporary tensors of the optimizer's update, if the peak is there.
+    ``peak``: the device's memory in use, the sum of ``parameters`` to ``fragmentation`` and ``step_temporaries``.
+    ``allocated``: the part in tensors, as torch.cuda.max_memory_allocated counts it. ``reserved``: the part that the
+    caching allocator holds, with fragmentation; the rest of the peak is the CUDA context and NCCL. ``cached``: what
+    nvidia-smi may show, the peak and what the allocator keeps of other phases until memory runs short. ``host``: bytes
+    of this rank in the node's memory, not in the peak. ``step_temporaries``: temporary tensors of the optimizer's
+    update, if the peak is there.
     """
 
     parameters: int
@@ -245,7 +246,10 @@ class MeasuredError:
 
 @dataclass(frozen=True)
 class Ranges:
-    """10th to 90th percentiles of a plan's figures; None where they are not calibrated, or the plan has no figure."""
+    """10th to 90th percentiles of a plan's figures; None where they are not calibrated, or the plan has no figure.
+
+    Dollars are with interruptions: ``usd`` of each market, not ``Cost.on_demand_usd`` and ``spot_usd``.
+    """
 
     time: MeasuredError
     memory: MeasuredError
