@@ -18,17 +18,6 @@ _NOTHING = 1e-9  # share of the run below which nothing is left
 
 
 @dataclass(frozen=True)
-class ElasticRun:
-    """One simulated run. ``seconds`` is infinite if it never finishes; ``node_seconds``: of the nodes that it held."""
-
-    seconds: float
-    node_seconds: float
-    waiting: float
-    interruptions: int
-    growths: int
-
-
-@dataclass(frozen=True)
 class PolicyOutcome:
     """Figures of one policy over all starting points. ``days`` and what follows are None if no start finishes."""
 
@@ -106,7 +95,7 @@ def _advice(trace: SpotTrace, most: int, elastic: PolicyOutcome, waiting: Policy
 
 def simulate_sizes(
     spec: RunSpec, plans: Mapping[int, RunPlan], intervals: Sequence[tuple[float, int]], start: float = 0.0
-) -> ElasticRun:
+) -> "ElasticRun":
     """Return the run from ``start`` seconds into the trace, which repeats. ``plans``: of the sizes that may be used.
 
     The run starts on the largest size that is available. When it loses a node, it loses the work since the last
@@ -114,16 +103,20 @@ def simulate_sizes(
     When more nodes are available, it is checked after ``check_every`` and at least ``grow_every`` after the last such
     restart whether one pays; if so, the run saves, and saves again when it stops. Deterministic.
     """
-    state = _Run(spec, plans)
+    run = ElasticRun(spec, plans)
     rounds = itertools.chain.from_iterable(itertools.repeat(intervals, _MOST_ROUNDS))
     for seconds, nodes in itertools.chain(intervals_from(start, intervals), rounds):
-        if state.through(seconds, nodes):
-            return state.ended()
-    return ElasticRun(math.inf, state.node_seconds, state.waiting, state.interruptions, state.growths)
+        if run.through(seconds, nodes):
+            return run
+    run.seconds = math.inf
+    return run
 
 
-class _Run:
-    """The state of one run: its size, the time of its last start, and the share of the run that is left by then."""
+class ElasticRun:
+    """The state of one run: its size, the time of its last start, and the share of the run that is left by then.
+
+    ``seconds`` have passed, at last infinite if it never finishes; ``node_seconds``: of the nodes that it held.
+    """
 
     def __init__(self, spec: RunSpec, plans: Mapping[int, RunPlan]) -> None:
         given = spec.cluster.node_range
@@ -133,44 +126,41 @@ class _Run:
         self.check_every = 0.0 if given is None else given.check_every
         self.grow_every = 0.0 if given is None else given.grow_every
         self.size: int | None = None
-        self.now = self.began = self.node_seconds = self.waiting = 0.0
+        self.seconds = self.began = self.node_seconds = self.waiting = 0.0
         self.left, self.grown = 1.0, -math.inf
         self.interruptions = self.growths = 0
-
-    def ended(self) -> ElasticRun:
-        return ElasticRun(self.now, self.node_seconds, self.waiting, self.interruptions, self.growths)
 
     def through(self, seconds: float, nodes: int) -> bool:
         """Return whether the run ends within an interval with this number of available nodes."""
         if self.size is not None and nodes < self.size:
-            worked = max(0.0, self.now - self.began - self._plan.durability.restart_seconds)
+            worked = max(0.0, self.seconds - self.began - self._plan.durability.restart_seconds)
             self.left -= self._share(kept_seconds(self._plan.durability, self.grace_seconds, worked))
             self.interruptions += 1
             self.size = None
         if self.size is None:
             self._start(largest_usable(self.usable, nodes))
-        until = self.now + seconds
+        until = self.seconds + seconds
         if self.size is None:
             self.waiting += seconds
-            self.now = until
+            self.seconds = until
             return False
         while (moment := self._grows_at(nodes)) is not None and moment < min(until, self._ends_at()):
             self._pass(moment)
             # A run that stops on request saves first, and loses nothing.
             durability = self._plan.durability
-            self.left -= self._share(self.now - self.began - durability.restart_seconds - durability.save_seconds)
-            self.growths, self.grown = self.growths + 1, self.now
+            self.left -= self._share(self.seconds - self.began - durability.restart_seconds - durability.save_seconds)
+            self.growths, self.grown = self.growths + 1, self.seconds
             self._start(largest_usable(self.usable, nodes))
         self._pass(min(until, self._ends_at()))
-        return self.now >= self._ends_at() - _NOTHING
+        return self.seconds >= self._ends_at() - _NOTHING
 
     def _start(self, size: int | None) -> None:
-        self.size, self.began = size, self.now
+        self.size, self.began = size, self.seconds
 
     def _pass(self, moment: float) -> None:
         assert self.size is not None
-        self.node_seconds += self.size * (moment - self.now)
-        self.now = moment
+        self.node_seconds += self.size * (moment - self.seconds)
+        self.seconds = moment
 
     @property
     def _plan(self) -> RunPlan:
@@ -196,7 +186,7 @@ class _Run:
             return None
         durability = self._plan.durability
         ready = self.began + durability.restart_seconds
-        asked = max(ready, self.now + self.check_every, self.grown + self.grow_every)
+        asked = max(ready, self.seconds + self.check_every, self.grown + self.grow_every)
         done = self._share(asked + durability.save_seconds - ready)
         if not growth(self.plans, self.size, target, left=self.left - done).pays:
             return None
