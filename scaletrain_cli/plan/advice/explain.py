@@ -26,7 +26,6 @@ from scaletrain_cli.plan.memory.engine_states import trained_bytes
 from scaletrain_cli.plan.memory.parameter_groups import stage_tensors
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, RunPlan
-from scaletrain_cli.plan.search.engine_support import capabilities
 from scaletrain_cli.plan.search.layout_search import Candidate
 from scaletrain_cli.plan.stages import stages_in, zero_shards
 from scaletrain_cli.plan.trained_parameters import names_what_trains, training_stages
@@ -83,8 +82,7 @@ def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Qu
 
 def _stages(spec: RunSpec) -> list[int]:
     """Return the ZeRO stages above 0 that the framework supports, lowest first."""
-    everything = spec.planner.model_copy(update={"search": "everything"})
-    return [stage for stage in capabilities(spec.model_copy(update={"planner": everything})).zero_stages if stage]
+    return [stage for stage in framework_of(spec).capabilities.zero_stages if stage]
 
 
 def _lowest(spec: RunSpec) -> int:
