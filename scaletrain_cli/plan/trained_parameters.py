@@ -91,6 +91,32 @@ def _stages_of(spec: SameObject[RunSpec]) -> tuple[Stage, ...]:
     return _stages(_recipe(spec.value))
 
 
+def stages_of_run(spec: RunSpec) -> tuple[Stage | None, ...]:
+    """Return the stages of a run in order; (None,) if everything trains in all steps with one learning rate."""
+    return (None,) if trains_everything(spec) else training_stages(spec)
+
+
+def steps_of(spec: RunSpec, stage: Stage | None) -> int:
+    """Return the number of steps of a stage; None: those of the run."""
+    return spec.total_steps if stage is None else stage.last_step - stage.first_step + 1
+
+
+def count_trained(spec: RunSpec, stage: Stage | None) -> int:
+    """Return the number of parameters that train in a stage."""
+    every = model_parameters(spec.model)
+    return sum(each.numel for each in every if (each.trains if stage is None else each.name in stage.since))
+
+
+def stored_parameters(spec: RunSpec) -> list[tuple[int, int]]:
+    """Return, for each stage, the parameters in a checkpoint: (those that train, frozen ones).
+
+    Weights that never train are not stored if they come from the files of ``model.weights``.
+    """
+    left_out = base_names(spec)
+    stored = sum(each.numel for each in model_parameters(spec.model) if each.name not in left_out)
+    return [(count, stored - count) for count in (count_trained(spec, stage) for stage in stages_of_run(spec))]
+
+
 def stage_at(spec: RunSpec, step: int) -> Stage:
     """Return the stage that trains a step (1-based), or the state after it. Step 0 is in the first stage."""
     return next(stage for stage in training_stages(spec) if step <= stage.last_step)
@@ -103,7 +129,7 @@ def trained_at(spec: RunSpec, step: int) -> Stage | None:
 
 def trained_ever(spec: RunSpec) -> frozenset[str]:
     """Return the names of the parameters that train at some step of the run."""
-    return _trained_ever(SameObject(training_stages(spec)))
+    return frozenset(name for stage in training_stages(spec) for name in stage.since)
 
 
 def trains_only_adapters(spec: RunSpec) -> bool:
@@ -113,12 +139,7 @@ def trains_only_adapters(spec: RunSpec) -> bool:
 
 @lru_cache(maxsize=16)
 def _trains_only_adapters(stages: SameObject[tuple[Stage, ...]]) -> bool:
-    return all(map(is_adapter_parameter, _trained_ever(stages)))
-
-
-@lru_cache(maxsize=16)
-def _trained_ever(stages: SameObject[tuple[Stage, ...]]) -> frozenset[str]:
-    return frozenset(name for stage in stages.value for name in stage.since)
+    return all(is_adapter_parameter(name) for stage in stages.value for name in stage.since)
 
 
 def base_names(spec: RunSpec) -> frozenset[str]:

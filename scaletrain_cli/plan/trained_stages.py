@@ -15,7 +15,7 @@ from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backw
 from scaletrain_cli.plan.parameter import EngineTensor, engine_tensors
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.stages import Stage
-from scaletrain_cli.plan.trained_parameters import SameObject, trained_ever, training_stages, trains_everything
+from scaletrain_cli.plan.trained_parameters import SameObject, training_stages, trains_everything
 from scaletrain_cli.plan.trained_parameters import Stage as NamedStage
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -218,20 +218,6 @@ def trained_count(spec: RunSpec, stage: TrainedStage) -> int:
         return parameter_count(spec.transformer)
     parts = [(run.part, run.blocks) for run in stage.runs] + [(stage.opening, 1), (stage.closing, 1)]
     return sum(times * part.elements(trained=True) for part, times in parts)
-
-
-def stored_parameters(spec: RunSpec) -> list[tuple[int, int]]:
-    """Return, for each stage, the parameters in a checkpoint: (those that train, frozen ones).
-
-    Weights that never train are not stored if they come from the files of ``model.weights``.
-    """
-    if trains_everything(spec):
-        return [(parameter_count(spec.transformer), 0)]
-    names = {parameter.name: parameter.numel for parameter in model_parameters(spec.transformer)}
-    ever = trained_ever(spec) if spec.transformer.weights is not None else names.keys()
-    stored = sum(names[name] for name in ever)
-    trained = [sum(names[name] for name in stage.since) for stage in training_stages(spec)]
-    return [(count, stored - count) for count in trained]
 
 
 def orthogonalized_by_stage(spec: RunSpec) -> list[int]:

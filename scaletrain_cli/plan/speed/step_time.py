@@ -75,16 +75,8 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
 def plan_times(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[tuple[Time, Network]]:
     """Return the same as ``plan_time`` for layouts that differ only in the number of micro-batches per step."""
     stages = trained_stages(spec)
-    rows = [[_step_time(found) for found in _micro_batches(spec, layouts, device, stage)] for stage in stages]
-    if len(rows) == 1:
-        return rows[0]
-    return [
-        (
-            mean_time(spec, stages, [time for time, _ in found]),
-            max((network for _, network in found), key=lambda network: network.per_step_bytes.data),
-        )
-        for found in zip(*rows, strict=True)
-    ]
+    rows = [[_step_time(*found) for found in _micro_batches(spec, layouts, device, stage)] for stage in stages]
+    return [mean_of_stages(spec, [stage.steps for stage in stages], found) for found in zip(*rows, strict=True)]
 
 
 def step_seconds(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
@@ -93,34 +85,33 @@ def step_seconds(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) 
     if len(stages) > 1:
         return [StepSeconds.of(time) for time, _ in plan_times(spec, layouts, device)]
     found = []
-    for micro_batch in _micro_batches(spec, layouts, device, stages[0]):
-        stage = _step_of_stage(micro_batch)
+    for setting, times in _micro_batches(spec, layouts, device, stages[0]):
+        stage = _step_of_stage(setting, times)
         found.append(StepSeconds(stage.step + stage.waited, stage.compute, stage.communication, stage.optimizer))
     return found
 
 
-def mean_time(spec: RunSpec, stages: tuple[TrainedStage, ...], times: list[Time]) -> Time:
-    """Return the mean of the times of a run's stages over its steps; rates follow from the mean step."""
-    pairs = [(stage.steps / spec.total_steps, time) for stage, time in zip(stages, times, strict=True)]
+def mean_of_stages(spec: RunSpec, steps: Sequence[int], found: Sequence[tuple[Time, Network]]) -> tuple[Time, Network]:
+    """Return the mean of the times of a run's stages over its ``steps``, and the traffic of the one that sends most.
+
+    Rates follow from the mean step.
+    """
+    if len(found) == 1:
+        return found[0]
+    pairs = [(count / spec.total_steps, time) for count, (time, _) in zip(steps, found, strict=True)]
     means = {name: sum(share * getattr(time, name) for share, time in pairs) for name in _ADDED}
     step = means["step"]
     # The share of the peak is that of the FLOPs of all stages.
     means |= {name: sum(share * getattr(time, name) * time.step for share, time in pairs) / step for name in _SHARES}
-    return max(pairs, key=lambda pair: pair[0])[1].of_step(**means, to_train=step * spec.total_steps)
+    time = max(pairs, key=lambda pair: pair[0])[1].of_step(**means, to_train=step * spec.total_steps)
+    return time, max((network for _, network in found), key=lambda network: network.per_step_bytes.data)
 
 
 def trained_stage_time(
     spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage
 ) -> tuple[Time, Network]:
     """Return the same as ``plan_time`` for steps that train what ``trained`` states."""
-    return _step_time(next(_micro_batches(spec, [layout], device, trained)))
-
-
-class _MicroBatch(NamedTuple):
-    """The pipeline stages of a layout, with the time of one micro-batch on each."""
-
-    setting: StepSetting
-    stages: list[MicroBatchTime]
+    return _step_time(*next(_micro_batches(spec, [layout], device, trained)))
 
 
 class _StepOfStage(NamedTuple):
@@ -144,19 +135,18 @@ class _StepOfStage(NamedTuple):
 
 def _micro_batches(
     spec: RunSpec, layouts: Sequence[Layout], device: Accelerator, trained: TrainedStage
-) -> Iterator[_MicroBatch]:
-    """Yield layouts that differ only in the number of micro-batches, with the time of one, which they share."""
-    found = None
+) -> Iterator[tuple[StepSetting, list[MicroBatchTime]]]:
+    """Yield layouts that differ only in the number of micro-batches, with the time of one on each pipeline stage."""
+    setting = None
     for layout in layouts:
         # With a second copy of weights, only the first micro-batch gathers them over all ranks.
-        if found is None or layout.zero_secondary_shard_size > 1:
+        if setting is None or layout.zero_secondary_shard_size > 1:
             setting = step_setting(spec, layout, device, trained)
-            found = _MicroBatch(setting, stage_times(setting))
-        yield found._replace(setting=found.setting._replace(layout=layout))
+            stages = stage_times(setting)
+        yield setting._replace(layout=layout), stages
 
 
-def _step_of_stage(micro_batch: _MicroBatch) -> _StepOfStage:
-    setting, stages = micro_batch.setting, micro_batch.stages
+def _step_of_stage(setting: StepSetting, stages: list[MicroBatchTime]) -> _StepOfStage:
     spec, layout, link, profile = setting.spec, setting.layout, setting.link, setting.profile
     per_rank, trained = setting.per_rank, setting.trained
     m = layout.gradient_accumulation_steps
@@ -199,10 +189,10 @@ def _step_of_stage(micro_batch: _MicroBatch) -> _StepOfStage:
     )
 
 
-def _step_time(micro_batch: _MicroBatch) -> tuple[Time, Network]:
-    spec, layout, device, *_, trained = micro_batch.setting
-    found = _step_of_stage(micro_batch)
-    stages, step = micro_batch.stages, found.step + found.waited
+def _step_time(setting: StepSetting, stages: list[MicroBatchTime]) -> tuple[Time, Network]:
+    spec, layout, device, *_, trained = setting
+    found = _step_of_stage(setting, stages)
+    step = found.step + found.waited
     tokens = layout.global_batch_size * spec.units_per_sample
     needed = tokens * stage_flops_per_token(spec.transformer, trained)
     executed = needed + tokens * recompute_flops_per_token(spec, layout, trained)
@@ -225,7 +215,7 @@ def _step_time(micro_batch: _MicroBatch) -> tuple[Time, Network]:
         stall_probability=found.stall_chance,
         stall_seconds=found.stalled if found.stall_chance else 0.0,
     )
-    return time, Network(sent_bytes(spec, layout, micro_batch.setting.stages[found.place], found.sent))
+    return time, Network(sent_bytes(spec, layout, setting.stages[found.place], found.sent))
 
 
 def stage_bytes(spec: RunSpec, layout: Layout, device: Accelerator, position: int) -> PerStepBytes:

@@ -14,12 +14,12 @@ from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageMemory, Time
 from scaletrain_cli.plan.speed.step_time import trained_stage_time
-from scaletrain_cli.plan.trained_parameters import SameObject, Stage, trained_at
+from scaletrain_cli.plan.trained_parameters import SameObject, Stage, count_trained, stages_of_run, trained_at
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stage
 from scaletrain_cli.plan.vision.memory import activation_bytes, memory_of_phases
 from scaletrain_cli.plan.vision.networks import llava_tower
 from scaletrain_cli.plan.vision.operations import VisionNetwork
-from scaletrain_cli.plan.vision.states import stages_of_run, trained_count, trained_network, vision_states
+from scaletrain_cli.plan.vision.states import trained_network, vision_states
 from scaletrain_cli.plan.vision.step_time import NetworkSeconds, network_seconds, time_of_samples
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 
@@ -96,7 +96,7 @@ def llava_stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage
     saved = seen.kept + read.saved
     activations = (saved, max(saved + read.backward, seen.backward), max(read.backward, seen.backward - seen.kept))
     block = architecture.architecture(model.text_config).block.parameters
-    parameters = trained_count(spec, stage), block, sum(each.numel for each in model_parameters(model))
+    parameters = count_trained(spec, stage), block, sum(each.numel for each in model_parameters(model))
     states = vision_states(spec, layout, stage)
     return memory_of_phases(spec, layout, device, states, parameters, read.loss, activations)
 
@@ -118,7 +118,7 @@ def llava_stage_time(
     """
     parts, text = llava_parts(spec, stage), language_spec(spec)
     read, network = trained_stage_time(text, layout, device, parts.language)
-    trained = trained_count(spec, stage) - sum(
+    trained = count_trained(spec, stage) - sum(
         each.numel
         for each in model_parameters(spec.model)
         if each.name.startswith(_PATH) and (stage is None or each.name in stage.since)

@@ -20,12 +20,12 @@ from scaletrain_cli.plan.memory.states import (
 )
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
-from scaletrain_cli.plan.trained_parameters import Stage, trained_at
+from scaletrain_cli.plan.trained_parameters import Stage, count_trained, trained_at
 from scaletrain_cli.plan.vision.losses import loss_bytes, views
 from scaletrain_cli.plan.vision.networks import autocasts, planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import VisionNetwork
 from scaletrain_cli.plan.vision.parameters import parameter_counts
-from scaletrain_cli.plan.vision.states import trained_count, trained_network, vision_states
+from scaletrain_cli.plan.vision.states import trained_network, vision_states
 from scaletrain_cli.spec import RunSpec
 
 
@@ -54,7 +54,7 @@ def stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stag
         held = Activations(*(size + element * every for size in held))
         training = spec.training.model_copy(update={"precision": "fp32", "grad_dtype": "fp32"})
         spec = spec.model_copy(update={"training": training})
-    count = every if stage is None else trained_count(spec, stage)
+    count = every if stage is None else count_trained(spec, stage)
     framework = framework_of(spec)
     if framework.is_engine and not autocasts(spec):
         states = vision_states(spec, layout, stage)

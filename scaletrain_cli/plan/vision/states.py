@@ -13,7 +13,14 @@ from scaletrain_cli.plan.memory.states import MASTER_BYTES, ModelStates
 from scaletrain_cli.plan.parameter import Parameter
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.trained_parameters import SameObject, Stage, decays, training_stages, trains_everything
+from scaletrain_cli.plan.trained_parameters import (
+    SameObject,
+    Stage,
+    count_trained,
+    decays,
+    training_stages,
+    trains_everything,
+)
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
 from scaletrain_cli.plan.vision.parameters import vision_buffers, vision_parameters
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
@@ -23,17 +30,6 @@ from scaletrain_cli.spec.vision_model import VisionSpec
 
 # Tower, place and number of a block, as Parameter has them; tokens and positions are in one block.
 _Key = tuple[str, str, int]
-
-
-def stages_of_run(spec: RunSpec) -> tuple[Stage | None, ...]:
-    """Return the stages of a run in order; (None,) if everything trains in all steps with one learning rate."""
-    return (None,) if trains_everything(spec) else training_stages(spec)
-
-
-def trained_count(spec: RunSpec, stage: Stage | None) -> int:
-    """Return the number of parameters that train in a stage."""
-    every = model_parameters(spec.model)
-    return sum(each.numel for each in every if (each.trains if stage is None else each.name in stage.since))
 
 
 def trained_network(whole: VisionNetwork, model: VisionSpec | LlavaSpec, stage: Stage | None) -> VisionNetwork:
@@ -102,7 +98,7 @@ def trained_tensors(spec: RunSpec, stage: Stage | None = None) -> StageTensors:
     if trains_everything(spec):
         return _everything(spec.model, spec.training.optimizer)
     if stage is None:
-        stage = max(training_stages(spec), key=lambda each: trained_count(spec, each))
+        stage = max(training_stages(spec), key=lambda each: count_trained(spec, each))
     return _named(spec.model, SameObject(stage))
 
 

@@ -18,13 +18,13 @@ from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime,
 from scaletrain_cli.plan.speed.communication import ring_share
 from scaletrain_cli.plan.speed.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
 from scaletrain_cli.plan.stages import zero_shards
-from scaletrain_cli.plan.trained_parameters import Stage
+from scaletrain_cli.plan.trained_parameters import Stage, count_trained
 from scaletrain_cli.plan.vision.image_feed import image_feed
 from scaletrain_cli.plan.vision.losses import caches_gradients, feature_width, loss_seconds, views
 from scaletrain_cli.plan.vision.networks import planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
 from scaletrain_cli.plan.vision.parameters import parameter_counts, vision_buffers
-from scaletrain_cli.plan.vision.states import trained_count, trained_network
+from scaletrain_cli.plan.vision.states import trained_network
 from scaletrain_cli.spec import ModelSpec, ResNetSpec, RunSpec
 from scaletrain_cli.spec.loader_processes import decodes_images
 
@@ -161,7 +161,7 @@ def vision_stage_time(
     bounds: contrastive losses, a second forward pass, and waiting for data.
     """
     whole = trained_network(planned_network(spec, device), vision_model(spec), stage)
-    seen = network_seconds(spec, layout, device, whole, trained_count(spec, stage), least=least)
+    seen = network_seconds(spec, layout, device, whole, count_trained(spec, stage), least=least)
     seen = seen._replace(exposed=seen.exposed + synchronization_seconds(spec, layout, device, stage))
     time = time_of_samples(spec, layout, device, seen, views(spec) * whole.training_flops, least=least)
     return time, Network(PerStepBytes(tensor=0, pipeline=0, data=seen.sent, sequence=0, expert=0))

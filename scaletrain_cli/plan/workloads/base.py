@@ -9,6 +9,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StepSeconds, Time, TrainingStage
 from scaletrain_cli.plan.stages import Stage
+from scaletrain_cli.plan.trained_parameters import stored_parameters
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.run import AnyModel
@@ -54,9 +55,9 @@ class Workload(ABC):
         """Return the number of trainable parameters; a tied head is not counted again."""
         return self.size(model).parameters
 
-    @abstractmethod
     def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
         """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run."""
+        return stored_parameters(spec)
 
     @abstractmethod
     def training_size(self, spec: RunSpec) -> ModelSize:

@@ -20,8 +20,8 @@ from scaletrain_cli.plan.result import Layout, Memory, ModelSize, TrainingStage
 from scaletrain_cli.plan.speed.communication import data_traffic
 from scaletrain_cli.plan.speed.step_time import plan_time, step_seconds, trained_stage_time
 from scaletrain_cli.plan.stages import Stage, rank_architecture, sequence_multiple, stage_shard
-from scaletrain_cli.plan.trained_parameters import names_what_trains
-from scaletrain_cli.plan.trained_stages import stage_flops_per_token, stored_parameters, trained_count, trained_stages
+from scaletrain_cli.plan.trained_parameters import names_what_trains, trains_everything
+from scaletrain_cli.plan.trained_stages import stage_flops_per_token, trained_count, trained_stages
 from scaletrain_cli.plan.workloads.base import Degrees, FullStage, Workload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -63,9 +63,9 @@ class TextWorkload(Workload):
     checkpointing = CHECKPOINTING
     offloads = True
     compiles = True
-    stored_parameters = staticmethod(stored_parameters)
     time = staticmethod(plan_time)
     least_times = staticmethod(step_seconds)
+    memory = staticmethod(plan_memory)
 
     def size(self, model: AnyModel) -> ModelSize:
         model = _text(model)
@@ -74,6 +74,10 @@ class TextWorkload(Workload):
             active_parameters=architecture.active_parameter_count(model),
             flops_per_token=float(architecture.training_flops_per_token(model)),
         )
+
+    def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
+        """Return the same; of a model that trains as a whole without its parameters by name, which may be a billion."""
+        return [(self.parameter_count(spec.model), 0)] if trains_everything(spec) else super().stored_parameters(spec)
 
     def parameter_count(self, model: AnyModel) -> int:
         return architecture.parameter_count(_text(model))
@@ -104,9 +108,6 @@ class TextWorkload(Workload):
             trained = trained_count(spec, stage)
             found.append(TrainingStage(stage.first_step, stage.last_step, trained, fullest.peak, seconds))
         return tuple(found)
-
-    def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-        return plan_memory(spec, layout, device)
 
     def fullest_memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
         """Return the memory of the fullest rank, and of the first of equal pipeline stages."""

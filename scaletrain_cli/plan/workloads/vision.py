@@ -13,9 +13,8 @@ from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, StepSeconds, Time, TrainingStage
-from scaletrain_cli.plan.speed.step_time import mean_time
-from scaletrain_cli.plan.trained_parameters import Stage, base_names
-from scaletrain_cli.plan.trained_stages import TrainedStage
+from scaletrain_cli.plan.speed.step_time import mean_of_stages
+from scaletrain_cli.plan.trained_parameters import Stage, count_trained, stages_of_run, steps_of
 from scaletrain_cli.plan.vision.image_feed import (
     IMAGE_BYTES,
     allowed_workers,
@@ -27,7 +26,7 @@ from scaletrain_cli.plan.vision.losses import caches_gradients, is_contrastive, 
 from scaletrain_cli.plan.vision.memory import stage_memory
 from scaletrain_cli.plan.vision.networks import llava_tower, network, vision_model, vision_size
 from scaletrain_cli.plan.vision.parameters import vision_buffers
-from scaletrain_cli.plan.vision.states import stages_of_run, trained_count, trained_network
+from scaletrain_cli.plan.vision.states import trained_network
 from scaletrain_cli.plan.vision.step_time import synchronizes_batch_norm, vision_stage_time
 from scaletrain_cli.plan.workloads.base import Workload
 from scaletrain_cli.plan.workloads.text import TextWorkload
@@ -108,33 +107,18 @@ class ImageWorkload(Workload):
         """Return the time of a step, in which samples take the place of tokens: the mean over the steps of the run."""
         stages = stages_of_run(spec)
         found = [self.stage_time(spec, layout, device, stage, least=least) for stage in stages]
-        if len(found) == 1:
-            return found[0]
-        steps = tuple(TrainedStage(each.first_step, each.last_step) for each in stages if each is not None)
-        network = max((each for _, each in found), key=lambda each: each.per_step_bytes.data)
-        return mean_time(spec, steps, [time for time, _ in found]), network
+        return mean_of_stages(spec, [steps_of(spec, stage) for stage in stages], found)
 
     def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
         """Return the times without contrastive losses, second forward passes, and waiting for data."""
         return [StepSeconds.of(self.time(spec, layout, device, least=True)[0]) for layout in layouts]
 
-    def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
-        """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run.
-
-        Weights that never train are not stored if they come from the files of ``model.weights``.
-        """
-        left_out = base_names(spec)
-        stored = sum(each.numel for each in model_parameters(spec.model) if each.name not in left_out)
-        trained = [trained_count(spec, stage) for stage in stages_of_run(spec)]
-        return [(count, stored - count) for count in trained]
-
     def training_size(self, spec: RunSpec) -> ModelSize:
         stages = stages_of_run(spec)
         flops = 0.0
         for stage in stages:
-            share = 1.0 if stage is None else (stage.last_step - stage.first_step + 1) / spec.total_steps
-            flops += share * self.stage_flops(spec, stage)
-        trained = max(trained_count(spec, stage) for stage in stages)
+            flops += steps_of(spec, stage) / spec.total_steps * self.stage_flops(spec, stage)
+        trained = max(count_trained(spec, stage) for stage in stages)
         return replace(self.size(spec.model), trainable_parameters=trained, flops_per_token=flops)
 
     def training_stages(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TrainingStage, ...]:
@@ -145,7 +129,7 @@ class ImageWorkload(Workload):
             TrainingStage(
                 stage.first_step,
                 stage.last_step,
-                trained_count(spec, stage),
+                count_trained(spec, stage),
                 self.stage_memory(spec, layout, device, stage).peak,
                 self.stage_time(spec, layout, device, stage)[0].step,
             )
