@@ -20,7 +20,7 @@ from local_sgd_goodput import traces
 
 from scaletrain_cli.plan.planning import plan_or_raise
 from scaletrain_cli.plan.reliability.elastic import PolicyOutcome, compare_on_trace
-from scaletrain_cli.plan.reliability.node_sizes import at_size, plan_sizes, usable_plans
+from scaletrain_cli.plan.reliability.node_sizes import plan_sizes, usable_plans
 from scaletrain_cli.plan.reliability.spot_trace import SpotTrace
 from scaletrain_cli.spec.loading import load_spec
 
@@ -57,7 +57,7 @@ def main() -> None:
     began = time.monotonic()
     spec = load_spec(_RECIPE, overrides=[*_RUN, f"training.steps={options.steps}"])
     sizes = plan_sizes(spec, lambda one: plan_or_raise(one, compared=False))
-    spec = at_size(spec, NODES)
+    spec = spec.with_changes("cluster", nodes=NODES)
     steps = ", ".join(f"{plan.time.step:.1f} s on {nodes}" for nodes, plan in usable_plans(sizes).items())
     print(f"{options.steps:,} steps of 7B on 1 to {NODES} nodes of 8 H100; a step takes {steps}.\n")
     print(

@@ -315,7 +315,7 @@ def with_live_prices(spec: RunSpec) -> tuple[RunSpec, dict[str, Quote]]:
     if not prices:
         raise _no_prices(f"no provider known to gpuhunt offers {device.name}.", "Set cluster.price_per_gpu_hour.")
     updates = {key: quote.usd for key, quote in prices.items() if getattr(cluster, key) == "auto"}
-    return spec.model_copy(update={"cluster": cluster.model_copy(update=updates)}), prices
+    return spec.with_changes("cluster", **updates), prices
 
 
 def _quote(device: Accelerator, spot: bool, gpus_per_node: int) -> Quote | None:

@@ -214,9 +214,7 @@ def _planned(case: Case, micro_batch: int, checkpointing: str) -> RunPlan | None
     names = ("data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel")
     fixed = {name: getattr(layout, name) for name in (*names, "expert_parallel", "zero_stage")}
     fixed["activation_checkpointing"] = checkpointing
-    spec = case.spec
-    training = spec.training.model_copy(update={"micro_batch_size": micro_batch})
-    other = spec.model_copy(update={"layout": spec.layout.model_copy(update=fixed), "training": training})
+    other = case.spec.with_changes("layout", **fixed).with_changes("training", micro_batch_size=micro_batch)
     try:
         plan = make_plan(other)
     except UsageError:

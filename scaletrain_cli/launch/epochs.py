@@ -55,7 +55,7 @@ def provisional(spec: RunSpec) -> RunSpec:
     if spec.training.epochs is None:
         return spec
     sources = tuple(source.model_copy(update={"epochs": None, "weight": 1.0}) for source in spec.data.sources)
-    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sources": sources})})
+    spec = spec.with_changes("data", sources=sources)
     schedule = spec.training.schedule
     named = [schedule.warmup_steps + schedule.cooldown_steps]
     named += [max(group.start_step, group.end_step or 1) for group in spec.training.trainable]

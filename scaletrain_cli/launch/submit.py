@@ -460,13 +460,13 @@ def plan_run(spec: RunSpec, file: Path | str) -> PlannedRun:
         return PlannedRun(spec, plan_for_engine(spec, file))
     from scaletrain_cli.launch.calibration import read_measurements
     from scaletrain_cli.plan.planning import plan_or_raise
-    from scaletrain_cli.plan.reliability.node_sizes import at_size, least_size_problem, plan_sizes, usable_sizes
+    from scaletrain_cli.plan.reliability.node_sizes import least_size_problem, plan_sizes, usable_sizes
 
     measurements = read_measurements(spec)
     sizes = plan_sizes(spec, lambda one: _runnable(one, plan_or_raise(one, measurements, compared=False), file))
     if (problem := least_size_problem(spec, sizes)) is not None:
         raise InfeasibleError(Reason("runs.not-runnable", {"file": str(file)}), (problem,))
-    largest = at_size(spec, usable_sizes(sizes)[-1])
+    largest = spec.with_changes("cluster", nodes=usable_sizes(sizes)[-1])
     return PlannedRun(largest, plan_for_engine(largest, file), sizes)
 
 
@@ -477,14 +477,12 @@ def take_size(run: RunDir, record: RunRecord, nodes: int, job_id: str) -> RunRec
     """
     if record.spec.cluster.nodes == nodes:
         return record
-    from scaletrain_cli.plan.reliability.node_sizes import at_size
-
     plan = read_size_plans(run, record)[nodes]
     with submit_lock(run):
         if read_record(run).revision != record.revision:
             raise UsageError(Reason("launch.resume-resized-meanwhile", {"run": run.run_id}))
         before = record.spec.cluster.nodes
-        revised = add_revision(run, record, at_size(record.spec, nodes), plan, ())
+        revised = add_revision(run, record, record.spec.with_changes("cluster", nodes=nodes), plan, ())
         why = Reason("launch.resized", {"job": job_id, "nodes": nodes, "before": before, "sizes": list(record.sizes)})
         record_event(
             run,

@@ -197,8 +197,7 @@ def _about_local_sgd(spec: RunSpec, chosen: Candidate, device: Accelerator) -> I
     groups, settings, time = chosen.layout.local_sgd_groups, spec.training.local_sgd, chosen.time
 
     def changed(**changes: int) -> RunSpec:
-        training = spec.training.model_copy(update={"local_sgd": settings.model_copy(update=changes)})
-        return spec.model_copy(update={"training": training})
+        return spec.with_changes("training", local_sgd=settings.model_copy(update=changes))
 
     if groups == 1:
         return

@@ -255,10 +255,6 @@ class ClusterSpec(OpenSection):
             data["nodes"] = self.node_range.model_dump(mode="json") | {"planned": self.nodes}
         return data | plugins
 
-    def at_size(self, nodes: int) -> "ClusterSpec":
-        """Return the section with another number of nodes; the range stays."""
-        return self.model_copy(update={"nodes": nodes})
-
     @property
     def allocated_nodes(self) -> int:
         """The nodes that the job holds, with the spare ones."""

@@ -188,9 +188,9 @@ def count_in_steps(spec: RunSpec, steps: int) -> RunSpec:
 
     ``epochs`` of each of several sources, which are those in an epoch of the run, become those in the run.
     """
-    training = spec.training.model_copy(update={"steps": steps, "epochs": None})
+    counted = spec.with_changes("training", steps=steps, epochs=None)
     if not spec.data.mixes or spec.training.epochs is None:
-        return spec.model_copy(update={"training": training})
+        return counted
     epochs = Fraction(repr(spec.training.epochs))  # 0.1 as it is written, not the nearest float
     sources = tuple(
         source
@@ -198,7 +198,7 @@ def count_in_steps(spec: RunSpec, steps: int) -> RunSpec:
         else source.model_copy(update={"epochs": float(Fraction(repr(source.epochs)) * epochs)})
         for source in spec.data.sources
     )
-    return spec.model_copy(update={"training": training, "data": spec.data.model_copy(update={"sources": sources})})
+    return counted.with_changes("data", sources=sources)
 
 
 def _apply(raw: dict[str, Any], overrides: Sequence[str], source: Source) -> list[Problem]:

@@ -400,6 +400,10 @@ class RunSpec(Section):
             raise UsageError(Reason("preparation.epochs-not-counted", {"epochs": self.training.epochs}))
         return math.ceil(self.training.tokens / (self.training.global_batch_size * self.units_per_sample))
 
+    def with_changes(self, section: str, **changes: Any) -> "RunSpec":
+        """Return the spec with some settings of a section changed; they are not validated."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
+
     def of_sources(self) -> dict[str, "RunSpec"]:
         """Return this spec with each source of rows alone, by the name of the source."""
         specs = {}
@@ -407,7 +411,7 @@ class RunSpec(Section):
             alone: dict[str, Any] = {"source": section.path, "sources": (), "stages": ()}
             if section.validation_path is not None:
                 alone |= {"validation_source": section.validation_path, "validation_split": 0.0}
-            specs[section.name] = self.model_copy(update={"data": self.data.model_copy(update=alone)})
+            specs[section.name] = self.with_changes("data", **alone)
         return specs
 
     def evaluates_after(self, step: int) -> bool:

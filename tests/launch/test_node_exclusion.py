@@ -87,7 +87,7 @@ def test_nodes_that_the_user_excludes_are_merged_with_bad_nodes(make_run: MakeRu
 @pytest.mark.usefixtures("slurm")
 def test_bad_nodes_are_excluded_while_the_smallest_size_of_a_range_remains(make_run: MakeRun) -> None:
     made = make_run("cluster.scheduler=slurm", "cluster.nodes={min: 2, max: 3}")
-    spec = made.record.spec.model_copy(update={"cluster": made.record.spec.cluster.at_size(3)})
+    spec = made.record.spec.with_changes("cluster", nodes=3)
     remember_bad_nodes(made.run.path.parent, bad("n2", "n1"), now=1.0)
     excluded = exclusion_for(made.run, spec)
     assert (excluded.nodes, excluded.spared) == (("n2",), ("n1",))

@@ -26,7 +26,7 @@ def test_a_range_is_planned_on_its_largest_size_at_first() -> None:
 
 def test_a_range_round_trips_through_json_with_the_size_of_the_current_plan() -> None:
     spec = load(SPEC, SLURM, RANGE)
-    smaller = spec.model_copy(update={"cluster": spec.cluster.at_size(4)})
+    smaller = spec.with_changes("cluster", nodes=4)
     dumped = json.loads(json.dumps(smaller.model_dump(mode="json", by_alias=True)))
     assert dumped["cluster"]["nodes"] == {
         **{"min": 2, "max": 8, "planned": 4},

@@ -113,7 +113,7 @@ def _tokenizer(spec: RunSpec, runs_root: Path) -> tuple[Any, bool]:
         if not prepared.is_file():
             return tokenizer_of(spec.data, spec.training.objective, _ROWS_COUNTED, images=with_images), False
         section = type(spec.data.tokenizer)(kind="file", path=str(prepared))
-        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": section})})
+        spec = spec.with_changes("data", tokenizer=section)
     return tokenizer_of(spec.data, spec.training.objective), True
 
 

@@ -136,7 +136,7 @@ def answer(
     """
     sizing, infeasible, sizes = None, None, _sizes(spec, measurements)
     if usable := [size.nodes for size in sizes if size.why_not is None]:
-        spec = spec.model_copy(update={"cluster": spec.cluster.at_size(usable[-1])})
+        spec = spec.with_changes("cluster", nodes=usable[-1])
     if limits is not None:
         from scaletrain_cli.plan.search.sizing import size_cluster
 

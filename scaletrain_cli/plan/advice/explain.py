@@ -93,7 +93,7 @@ def _checkpointing_modes_on_one_rank(
     spec: RunSpec, base: Layout, device: Accelerator, **changes: int
 ) -> list[Candidate]:
     """Return the run on one rank, with each mode of activation checkpointing."""
-    one = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})})
+    one = spec.with_changes("cluster", nodes=1, gpus_per_node=1)
     stage = 0 if spec.training.precision in ("fp32", "tf32") else _lowest(spec)
     found = (
         sized(one, base, device, zero_stage=stage, expert_parallel=1, activation_checkpointing=mode, **changes)

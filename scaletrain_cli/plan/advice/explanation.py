@@ -36,8 +36,7 @@ def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) ->
         changed = replace(changed, expert_parallel=1)
     accumulation = changed.global_batch_size // (data * changed.micro_batch_size)
     changed = replace(changed, data_parallel=data, gradient_accumulation_steps=accumulation)
-    training = spec.training.model_copy(update={"micro_batch_size": "auto"})
-    unpinned = spec.model_copy(update={"layout": LayoutSpec(), "training": training})
+    unpinned = spec.with_changes("training", micro_batch_size="auto").model_copy(update={"layout": LayoutSpec()})
     return None if any(broken_rules(unpinned, Axes.of(changed))) else evaluate(spec, changed, device)
 
 

@@ -111,7 +111,7 @@ def _about_kernels(spec: RunSpec, layout: Layout, memory: Memory, time: Time, de
     model = spec.transformer
     if model.attn_logit_softcapping is None or model.attention_dropout:
         return
-    fused = spec.model_copy(update={"model": model.model_copy(update={"attn_logit_softcapping": None})})
+    fused = spec.with_changes("model", attn_logit_softcapping=None)
     peak, step = workload.memory(fused, layout, device).peak, workload.time(fused, layout, device)[0].step
     costs = {"seq_len": model.seq_len, "times": time.step / step, "bytes": max(0, memory.peak - peak)}
     yield Reason("plan.capped-attention", costs)

@@ -23,8 +23,8 @@ def plan_cost(spec: RunSpec, layout: Layout, time: Time, durability: Durability)
     for spot, quote in quotes.items():
         durable = durability
         if spot != own:  # the interruption rate of the spec does not hold on the other market
-            cluster = spec.cluster.model_copy(update={"spot": spot, "mean_time_between_interruptions": None})
-            durable = plan_durability(spec.model_copy(update={"cluster": cluster}), layout, time, device)
+            other = spec.with_changes("cluster", spot=spot, mean_time_between_interruptions=None)
+            durable = plan_durability(other, layout, time, device)
         markets[spot] = _market(quote, spec.allocated_devices, durable)
     on_demand, on_spot = (None if quote is None else quote.usd * gpu_hours for quote in quotes.values())
     return Cost(

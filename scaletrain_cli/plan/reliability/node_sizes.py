@@ -43,11 +43,6 @@ class NodeSize:
         return row | ({} if self.why_not is None else {"why_not_reason": self.why_not.to_document()})
 
 
-def at_size(spec: RunSpec, nodes: int) -> RunSpec:
-    """Return the same run on another number of nodes of its range."""
-    return spec.model_copy(update={"cluster": spec.cluster.at_size(nodes)})
-
-
 def plan_sizes(spec: RunSpec, planned: Callable[[RunSpec], RunPlan]) -> tuple[NodeSize, ...]:
     """Return every size of the range with its plan, fewest nodes first; empty without a range.
 
@@ -55,7 +50,8 @@ def plan_sizes(spec: RunSpec, planned: Callable[[RunSpec], RunPlan]) -> tuple[No
     """
     if spec.cluster.node_range is None:
         return ()
-    return mark_slower(_planned_size(at_size(spec, nodes), planned) for nodes in spec.cluster.node_range.sizes)
+    specs = (spec.with_changes("cluster", nodes=nodes) for nodes in spec.cluster.node_range.sizes)
+    return mark_slower(_planned_size(one, planned) for one in specs)
 
 
 def mark_slower(sizes: Iterable[NodeSize]) -> tuple[NodeSize, ...]:

@@ -190,7 +190,7 @@ def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
         own = ["price_per_gpu_hour", "spot_price_per_gpu_hour"]
         own += ["intra_node_bandwidth", "nvlink_domain", "host_bandwidth"]
         change |= {"gpu": gpu, "efficiency": EfficiencySpec()} | dict.fromkeys(own, "auto")
-    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=change)})
+    return spec.with_changes("cluster", **change)
 
 
 def meets(limits: ClusterLimits, tried: Tried) -> bool:

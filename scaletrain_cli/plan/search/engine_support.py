@@ -43,7 +43,7 @@ def opened(spec: RunSpec) -> RunSpec:
     left_alone = {axis: "auto" for axis in AXES if axis not in layout.model_fields_set}
     if spec.planner.search != "everything" or not left_alone:
         return spec
-    return spec.model_copy(update={"layout": layout.model_copy(update=left_alone)})
+    return spec.with_changes("layout", **left_alone)
 
 
 def unsupported(spec: RunSpec, layout: Layout) -> list[Rule]:

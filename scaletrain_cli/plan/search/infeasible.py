@@ -93,7 +93,7 @@ def _is_refused(spec: RunSpec, layout: Layout, changed: RunSpec, other: Layout) 
 
 def _context_ranks(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     """Yield the lowest degree of context parallelism with which the run would fit; the search leaves it at 1."""
-    key, auto = "layout.context_parallel", _changed(spec, "layout.context_parallel", "auto")
+    key, auto = "layout.context_parallel", spec.with_changes("layout", context_parallel="auto")
     if spec.layout.context_parallel != 1 or "context_parallel" not in capabilities(spec).axes:
         return
     for degree in degrees_to_try(auto, "context_parallel", RejectionCounts())[1:]:
@@ -107,7 +107,7 @@ def _context_ranks(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
 def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     """Yield the smallest larger cluster over which the batch divides and on which the run fits."""
     split, per_node = resolve_axes(spec).model_parallel, spec.cluster.gpus_per_node
-    spec = _changed(spec, "layout.data_parallel", "auto")
+    spec = spec.with_changes("layout", data_parallel="auto")
     counts = [
         data * split
         for data in divisors(spec.training.global_batch_size)
@@ -115,7 +115,7 @@ def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     ]
 
     def sized(gpus: int) -> Sized | None:
-        return smallest_memory(_changed(spec, "cluster.nodes", gpus // per_node), device)
+        return smallest_memory(spec.with_changes("cluster", nodes=gpus // per_node), device)
 
     low, high = 0, len(counts)
     while low < high:  # binary search: memory per rank decreases with the number of ranks
@@ -124,7 +124,7 @@ def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
         low, high = (low, middle) if found and found.memory.fits else (middle + 1, high)
     found = sized(counts[low]) if low < len(counts) else None
     if found and found.memory.fits:
-        larger = _changed(spec, "cluster.nodes", counts[low] // per_node)
+        larger = spec.with_changes("cluster", nodes=counts[low] // per_node)
         yield _would_fit(larger, device, "cluster", f"{counts[low]} x {device.name}", found)
 
 
@@ -134,7 +134,7 @@ def _larger_device(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     if least is None or device.is_cpu:
         return
     small, precision = least.layout, spec.training.precision
-    changes = [_changed(spec, "cluster.gpu", name) for name in accelerator_names() if name != "cpu"]
+    changes = [spec.with_changes("cluster", gpu=name) for name in accelerator_names() if name != "cpu"]
     found = ((find_accelerator(changed.cluster), changed) for changed in changes)
     for larger, changed in sorted(found, key=lambda pair: (pair[0].memory_bytes, pair[0].name)):
         if larger.memory_bytes > device.memory_bytes and (precision in larger.flops or precision not in device.flops):
@@ -149,7 +149,7 @@ def _larger_device(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
 
 def _changed(spec: RunSpec, key: str, value: Any) -> RunSpec:
     section, field = key.split(".")
-    return spec.model_copy(update={section: getattr(spec, section).model_copy(update={field: value})})
+    return spec.with_changes(section, **{field: value})
 
 
 def _would_fit(spec: RunSpec, device: Accelerator, key: str, value: str, sized: Sized) -> Problem:

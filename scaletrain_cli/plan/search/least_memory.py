@@ -67,14 +67,14 @@ def splits_by_memory(spec: RunSpec, device: Accelerator) -> Iterator[tuple[RunSp
         return
     for degree in degrees_to_try(spec, "pipeline_parallel", RejectionCounts()):
         update = {"pipeline_parallel": degree, "pipeline_split": (), "virtual_pipeline": 1}
-        by_time = spec.model_copy(update={"layout": spec.layout.model_copy(update=update)})
+        by_time = spec.with_changes("layout", **update)
         least = smallest_memory(by_time, device) if 1 < degree <= MOST_STAGES else None
         if least is None or (least.memory.fits and not spec.layout.pipeline_split):
             continue
         least = _divided_by_memory(spec, least, device)
         if least.memory.fits:
             update |= {"pipeline_split": least.layout.pipeline_split}
-            yield spec.model_copy(update={"layout": spec.layout.model_copy(update=update)}), least
+            yield spec.with_changes("layout", **update), least
 
 
 def _divided_by_memory(spec: RunSpec, sized: Sized, device: Accelerator) -> Sized:

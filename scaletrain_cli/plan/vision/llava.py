@@ -42,8 +42,7 @@ def llava_model(spec: RunSpec) -> LlavaSpec:
 
 def language_spec(spec: RunSpec) -> RunSpec:
     """Return the run as one of the language model alone, of which everything trains."""
-    training = spec.training.model_copy(update={"trainable": ()})
-    return spec.model_copy(update={"model": llava_model(spec).text_config, "training": training})
+    return spec.with_changes("training", trainable=()).model_copy(update={"model": llava_model(spec).text_config})
 
 
 def llava_parts(spec: RunSpec, stage: Stage | None) -> LlavaParts:

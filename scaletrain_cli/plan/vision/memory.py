@@ -52,8 +52,7 @@ def stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stag
     if autocasts(spec):
         # Weights are fp32; autocast caches their 16-bit copies from forward to backward (torch/amp, weight cache).
         held = Activations(*(size + element * every for size in held))
-        training = spec.training.model_copy(update={"precision": "fp32", "grad_dtype": "fp32"})
-        spec = spec.model_copy(update={"training": training})
+        spec = spec.with_changes("training", precision="fp32", grad_dtype="fp32")
     count = every if stage is None else count_trained(spec, stage)
     framework = framework_of(spec)
     if framework.is_engine and not autocasts(spec):

@@ -108,7 +108,7 @@ class KubernetesBackend(Backend):
         if kubernetes.namespace is not None:
             return spec
         named = kubernetes.model_copy(update={"namespace": default_namespace(kubernetes.context)})
-        return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"kubernetes": named})})
+        return spec.with_changes("cluster", kubernetes=named)
 
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None

@@ -232,13 +232,11 @@ class GrowthWatch:
         """Return the spec of a job on any nodes of the partition that Slurm has chosen for this one."""
         chosen = {"partition": self.environment["SLURM_JOB_PARTITION"], "nodelist": None}
         slurm = self.record.spec.cluster.slurm.model_copy(update=chosen)
-        cluster = self.record.spec.cluster.model_copy(update={"slurm": slurm, "spare_nodes": 0})
-        return self.record.spec.model_copy(update={"cluster": cluster})
+        return self.record.spec.with_changes("cluster", slurm=slurm, spare_nodes=0)
 
     def _requested(self, nodes: int) -> RunSpec:
         """Return the spec of such a job on ``nodes`` nodes, with the CPU cores that it requests."""
-        spec = self._site.with_cores(self._moved)
-        return spec.model_copy(update={"cluster": spec.cluster.at_size(nodes)})
+        return self._site.with_cores(self._moved).with_changes("cluster", nodes=nodes)
 
     @cached_property
     def _permitted_sizes(self) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
     given, planned = spec.cluster.node_range, spec.cluster.nodes  # planned: the most nodes of a range
     sizes = () if given is None or given.min == planned else (given.min, planned)
     least = (sizes[0] if sizes else planned) + spec.cluster.spare_nodes
-    verdict = check_site(site, spec.model_copy(update={"cluster": spec.cluster.at_size(least)}))
+    verdict = check_site(site, spec.with_changes("cluster", nodes=least))
     if verdict.problems:
         raise SchedulerError(Reason("slurm.never-runs"), verdict.problems)
     options = (f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight", exclude, sizes))

@@ -48,8 +48,7 @@ class Site:
         """Return the spec with the CPU cores that its job requests; unchanged where Slurm's default applies."""
         if self.cores_per_gpu is None:
             return spec
-        cluster = spec.cluster.model_copy(update={"cpus_per_gpu": self.cores_per_gpu})
-        return spec.model_copy(update={"cluster": cluster})
+        return spec.with_changes("cluster", cpus_per_gpu=self.cores_per_gpu)
 
     @property
     def has_accounting(self) -> bool:

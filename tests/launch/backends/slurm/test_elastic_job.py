@@ -47,7 +47,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> MadeRun:
         if plan is not None
     }
     assert list(plans) == [1, 2, 4]
-    spec = planned.spec.model_copy(update={"cluster": planned.spec.cluster.at_size(4)})
+    spec = planned.spec.with_changes("cluster", nodes=4)
     created = create_run(spec, plans[4], "elastic", size_plans=plans)
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURMD_NODENAME", "localhost")
