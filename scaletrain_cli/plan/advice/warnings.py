@@ -105,7 +105,7 @@ def _about_kernels(spec: RunSpec, layout: Layout, memory: Memory, time: Time, de
         return
     if spec.training.precision not in device.flops:
         yield Reason("plan.emulated-precision", {"device": device.name, "precision": spec.training.precision})
-    yield from workload.warnings(spec, framework)
+    yield from workload.warnings(spec)
     if not workload.counts_tokens or not framework.is_engine:
         return
     model = spec.transformer
@@ -137,7 +137,7 @@ def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: 
         *framework.memory_assumptions(),
         Reason("plan.assumes-cpu-process" if device.is_cpu else "plan.assumes-outside-allocator"),
         Reason("plan.assumes-out-of-memory"),
-        *workload_of(spec.model).assumptions(spec, framework, parameters),
+        *workload_of(spec.model).assumptions(spec, parameters),
         Reason("plan.assumes-storage"),
         *_about_interruptions(spec, device),
         *([] if framework.is_engine else [Reason("plan.assumes-comparison", {"framework": framework.name})]),

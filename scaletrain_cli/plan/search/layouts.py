@@ -91,9 +91,7 @@ def build_layout(
         global_batch_size=spec.training.global_batch_size,
         activation_checkpointing=checkpointing,
         offload=offload,
-        cross_entropy=workload_of(spec.model).cross_entropy(
-            spec, framework_of(spec), tokens, axes.tensor, memory_bytes(spec.cluster)
-        ),
+        cross_entropy=workload_of(spec.model).cross_entropy(spec, tokens, axes.tensor, memory_bytes(spec.cluster)),
         compile=chosen_compile(spec),
         local_sgd_groups=spec.training.local_sgd.groups,
         # 0: over all ranks.

@@ -6,7 +6,6 @@ from typing import ClassVar, NamedTuple
 
 from scaletrain_cli.plan.axes import Axes, Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StepSeconds, Time, TrainingStage
 from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.plan.trained_parameters import stored_parameters
@@ -134,9 +133,7 @@ class Workload(ABC):
         """Return the number that must divide a micro-batch."""
         return 1
 
-    def cross_entropy(
-        self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
-    ) -> str:
+    def cross_entropy(self, spec: RunSpec, tokens: int, tensor_parallel: int, device_bytes: int) -> str:
         """Return how the loss is computed (``whole``, ``chunked``, ``liger``); ``tokens``: per micro-batch and rank."""
         return "whole"
 
@@ -164,7 +161,7 @@ class Workload(ABC):
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
         """Yield a rule for each part of the architecture that this project's engine cannot train."""
 
-    def warnings(self, spec: RunSpec, framework: Framework) -> Iterator[Reason]:
+    def warnings(self, spec: RunSpec) -> Iterator[Reason]:
         """Yield warnings about unexpected costs of the model on a GPU."""
         yield from ()
 
@@ -177,7 +174,7 @@ class Workload(ABC):
         yield from ()
 
     @abstractmethod
-    def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
+    def assumptions(self, spec: RunSpec, parameters: int) -> Iterator[Reason]:
         """Yield where the figures for activations, FLOPs and data come from."""
 
     def matrix_widths(self, spec: RunSpec, tensor_parallel: int) -> dict[str, int]:

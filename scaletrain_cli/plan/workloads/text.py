@@ -10,7 +10,6 @@ from scaletrain_cli.plan.axes import CHECKPOINTING, Axes, Rule, divisors, neares
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, near_ranks
 from scaletrain_cli.plan.catalogue.networks import cluster_link
 from scaletrain_cli.plan.data_size import pair_count
-from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.activations import has_documents
 from scaletrain_cli.plan.memory.device_memory import has_equal_blocks, plan_memory
@@ -175,10 +174,8 @@ class TextWorkload(Workload):
     def heads(self, spec: RunSpec) -> int:
         return spec.transformer.num_attention_heads
 
-    def cross_entropy(
-        self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
-    ) -> str:
-        return framework.cross_entropy(spec, tokens, tensor_parallel, device_bytes)
+    def cross_entropy(self, spec: RunSpec, tokens: int, tensor_parallel: int, device_bytes: int) -> str:
+        return framework_of(spec).cross_entropy(spec, tokens, tensor_parallel, device_bytes)
 
     def compiled_by_default(self, spec: RunSpec) -> bool:
         """Return whether the model has no experts, whose varying number of tokens would force recompilation."""
@@ -353,18 +350,18 @@ class TextWorkload(Workload):
         if model.kv_lora_rank:
             yield from _latent_problems(model)
 
-    def warnings(self, spec: RunSpec, framework: Framework) -> Iterator[Reason]:
+    def warnings(self, spec: RunSpec) -> Iterator[Reason]:
         model = spec.transformer
         if (channels := max(model.qk_head_dim, model.value_head_dim)) > _LARGEST_FUSED_HEAD:
             yield Reason("plan.large-heads", {"head_dim": channels, "largest": _LARGEST_FUSED_HEAD})
         if model.text_of is not None:
             yield Reason("plan.text-part", {"model_type": model.text_of})
-        if framework.drops_scores(spec):
+        if framework_of(spec).drops_scores(spec):
             yield Reason("plan.attention-dropout", {"attention_dropout": model.attention_dropout})
 
-    def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
+    def assumptions(self, spec: RunSpec, parameters: int) -> Iterator[Reason]:
         yield Reason("plan.assumes-text-activations", {"element_bytes": weight_bytes(spec.training.precision)})
-        yield Reason("plan.assumes-logits", {"bytes_per_entry": framework.logit_bytes})
+        yield Reason("plan.assumes-logits", {"bytes_per_entry": framework_of(spec).logit_bytes})
         yield Reason("plan.assumes-text-flops")
         if spec.transformer.block_types:
             yield Reason("plan.assumes-hybrid-blocks")

@@ -7,7 +7,6 @@ from dataclasses import replace
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, rank_cores
-from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.states import weight_bytes
@@ -206,7 +205,7 @@ class VisionWorkload(ImageWorkload):
             yield Reason("plan.caches-gradients", {"accumulation": layout.gradient_accumulation_steps, "share": share})
         yield from loader_warnings(spec, layout, time)
 
-    def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
+    def assumptions(self, spec: RunSpec, parameters: int) -> Iterator[Reason]:
         samples = spec.total_steps * spec.training.global_batch_size
         yield Reason("plan.assumes-vision-activations", {"element_bytes": weight_bytes(spec.training.precision)})
         yield Reason("plan.assumes-vision-time")
@@ -230,11 +229,10 @@ class LlavaWorkload(ImageWorkload):
     stage_time = staticmethod(llava_stage_time)
     layout_warnings = staticmethod(loader_warnings)
 
-    def cross_entropy(
-        self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
-    ) -> str:
+    def cross_entropy(self, spec: RunSpec, tokens: int, tensor_parallel: int, device_bytes: int) -> str:
         text = language_spec(spec)
-        return framework.cross_entropy(text, tokens * text.units_per_sample, tensor_parallel, device_bytes)
+        tokens *= text.units_per_sample
+        return framework_of(spec).cross_entropy(text, tokens, tensor_parallel, device_bytes)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
         for rule in TextWorkload().engine_problems(language_spec(spec)):
@@ -242,7 +240,7 @@ class LlavaWorkload(ImageWorkload):
             yield replace(rule, key=f"model.text_config.{key[6:]}" if key.startswith("model.") else key)
         yield from super().engine_problems(spec)
 
-    def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
+    def assumptions(self, spec: RunSpec, parameters: int) -> Iterator[Reason]:
         samples = spec.total_steps * spec.training.global_batch_size
         yield Reason("plan.assumes-vision-activations", {"element_bytes": weight_bytes(spec.training.precision)})
         yield Reason("plan.assumes-logits", {"bytes_per_entry": framework_of(spec).logit_bytes})
