@@ -181,7 +181,7 @@ def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
         problem = Problem.because("--trace", "", reason)
         raise UsageError(Reason("plan.never-finishes-on-trace", {"trace": trace.name}), (problem,))
     price = plan.cost.spot.price_per_gpu_hour if plan.cost.spot else None
-    gpu_hours = plan.layout.world_size / 3600
+    gpu_hours = spec.allocated_devices / 3600
     on_demand = plan.cost.on_demand
     wall = on_demand.wall_seconds if on_demand and on_demand.wall_seconds is not None else plan.time.to_train
     needed = spec.cluster.nodes

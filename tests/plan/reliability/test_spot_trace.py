@@ -70,6 +70,14 @@ def test_only_time_with_all_nodes_is_paid() -> None:
     assert outcome.spot_usd.median == pytest.approx(2 * 32 * paid, rel=0.02)
 
 
+def test_spare_nodes_are_paid_as_in_the_plan() -> None:
+    spec, plan = run_of(days=1)
+    with_spare = spec.with_changes("cluster", spare_nodes=1)
+    alone, more = (simulate(each, plan, trace_of((HOUR, 4))).spot_usd.median for each in (spec, with_spare))
+    assert more == pytest.approx(5 / 4 * alone)
+    assert make_plan(with_spare).cost.spot_usd == pytest.approx(5 / 4 * make_plan(spec).cost.spot_usd)
+
+
 def test_skipping_repetitions_of_a_trace_gives_the_same_result() -> None:
     """A year on a trace of hours: skipping rounds changes nothing but the time it takes."""
     spec, plan = run_of(days=365)
