@@ -224,9 +224,10 @@ def _market(market: Market, spans: Mapping[str, Range | None], name: str) -> Ite
     if any(spans.values()):
         yield escaped_text("" if span is None else f"({span_text(span.p10, span.p90, dollars_text)})")
     yield escaped_text("" if market.wall_seconds is None else seconds_text(market.wall_seconds))
-    assert market.price_per_gpu_hour is not None
-    hours = "" if market.usd is None else f"{two_figures(market.usd / market.price_per_gpu_hour):,.0f} GPU-hours at "
-    yield escaped_text(f"{hours}{dollars_text(market.price_per_gpu_hour)}{'' if hours else ' per GPU-hour'}")
+    price = market.price_per_gpu_hour or 0.0
+    # GPUs of one's own may have the price 0.
+    hours = f"{two_figures(market.usd / price):,.0f} GPU-hours at " if market.usd and price else ""
+    yield escaped_text(f"{hours}{dollars_text(price)}{'' if hours else ' per GPU-hour'}")
 
 
 _LONGEST_BAR = 48

@@ -120,6 +120,14 @@ def test_the_ranges_of_a_plan_are_shown_with_their_source() -> None:
     assert "p10 to p90" not in text(Ranges(unknown, unknown))
 
 
+def test_gpus_of_ones_own_may_cost_nothing() -> None:
+    spec, plan = stored(next(path for path in STORED if path.stem == "fits"))
+    assert plan.cost.on_demand is not None
+    free = replace(plan.cost.on_demand, price_per_gpu_hour=0.0, usd=0.0)
+    plan = replace(plan, cost=replace(plan.cost, price_per_gpu_hour=0.0, on_demand_usd=0.0, on_demand=free))
+    assert "$0.00 per GPU-hour" in printed(lambda console: show_plan(spec, plan, console=console), 120, "utf-8")
+
+
 def test_one_further_reason_is_written_in_the_singular() -> None:
     console = Console(width=80, file=io.StringIO())
     console.print(rejected_view([], hidden=1))

@@ -150,7 +150,7 @@ class Clusters:
         spec = on_cluster(self.spec, nodes, gpu)
         device, quote = find_accelerator(spec.cluster), price_quote(spec, spec.cluster.spot)
         seconds = self.least_step_seconds(nodes, gpu) * spec.total_steps / self.most_goodput(nodes, gpu)
-        dollars = None if quote is None else quote.usd * spec.world_size * seconds / 3600
+        dollars = None if quote is None else quote.usd * spec.allocated_devices * seconds / 3600
         row = Considered(device.name, nodes, spec.world_size, seconds, dollars, None, None, None, False, None)
         return Tried(spec, gpu, row, None)
 
