@@ -41,8 +41,9 @@ def suggestions(spec: RunSpec, layout: Layout) -> list[Problem]:
         for changed, sized in islice(splits_by_memory(spec, device), 1):
             split = list(changed.layout.pipeline_split)
             found.append(_would_fit(changed, device, "layout.pipeline_split", str(split), sized))
-    relaxed, freed = spec, []
-    for key in ("layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size"):
+    relaxed, freed = spec, list[str]()
+    keys = ("layout.data_parallel", "layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size")
+    for key in keys:
         if attrgetter(key)(spec) != "auto":
             relaxed, freed = _changed(relaxed, key, "auto"), [*freed, key]
     least = smallest_memory(relaxed, device)
@@ -107,7 +108,6 @@ def _context_ranks(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
 def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     """Yield the smallest larger cluster over which the batch divides and on which the run fits."""
     split, per_node = resolve_axes(spec).model_parallel, spec.cluster.gpus_per_node
-    spec = spec.with_changes("layout", data_parallel="auto")
     counts = [
         data * split
         for data in divisors(spec.training.global_batch_size)

@@ -87,10 +87,11 @@ def test_a_pinned_setting_in_the_way_is_named_with_a_remedy(pinned: dict[str, ob
         # With the layout free it fits on this cluster, so more or larger GPUs are for these settings.
         {"model__preset": "llama-13b", "layout__zero_stage": 1, **DATA_ALONE},
         {"layout__activation_checkpointing": "none", "training__micro_batch_size": 4, **DATA_ALONE},
-        # Nothing fits on this cluster, and no number of GPUs makes ZeRO-0 fit.
+        # Nothing fits on this cluster, and no number of GPUs makes ZeRO-0 fit, or has 8 data-parallel ranks alone.
         {"model__preset": "llama-70b", "layout__zero_stage": 0, **DATA_ALONE},
+        {"model__preset": "llama-70b", "layout__data_parallel": 8, **DATA_ALONE},
     ],
-    ids=["zero-1", "no-recomputation", "zero-0"],
+    ids=["zero-1", "no-recomputation", "zero-0", "data parallel"],
 )
 def test_another_cluster_that_is_named_fits_with_the_settings_of_the_spec_or_those_named_with_it(
     pinned: dict[str, object],
