@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import gc
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import FrameType
@@ -103,6 +104,16 @@ class CtrlC:
         return self._line
 
 
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Collect the frames of a test at its end, so that their warnings belong to it and not to the next test."""
+    yield
+    gc.collect()
+
+
+# Python may raise KeyboardInterrupt between the opening of a file and the block that closes it.
+@pytest.mark.usefixtures("collected")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @patient
 @given(words=verbs, state=states, line=st.integers(1, 3000), as_json=st.booleans())
 def test_ctrl_c_at_any_line_ends_with_130_and_leaves_no_partial_files(
