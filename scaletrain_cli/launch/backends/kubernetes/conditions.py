@@ -318,9 +318,9 @@ def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
     current = [pod for pod in seen.pods if not pod["metadata"].get("deletionTimestamp") and not has_ended(pod)]
     running = [pod for pod in current if pod.get("status", {}).get("phase") == "Running"]
     again = (reason("restarted", count=restarts),) if restarts else ()
-    if running and all(exit_code_of_pod(pod) is not None for pod in running):
-        there = (one for pod in running for one in pod["status"]["containerStatuses"])
-        names = sorted({one["name"] for one in there if "running" in one.get("state", {})})
+    statuses = (one for pod in running for one in pod["status"].get("containerStatuses", ()))
+    names = sorted({one["name"] for one in statuses if "running" in one.get("state", {})})
+    if names and all(exit_code_of_pod(pod) is not None for pod in running):
         return Explanation(reason("held-by-containers", pods=len(running), names=names)).job(job_id, "ending", nodes)
     if running and len(running) >= expected:
         silent = _silence(_silent_nodes(running, seen))

@@ -65,6 +65,8 @@ def test_a_gang_that_only_other_containers_keep_from_ending_is_named_with_them()
     held_by = "the ranks of 2 pods have ended, but not istio-proxy: `scaletrain cancel` ends it"
     assert (job.state, job.detail) == ("ending", held_by)
     assert judged(jobset(), held[0], pod(NAME, 1)).state == "running"
+    ended = [pod(NAME, index, containerStatuses=[node]) for index in (0, 1)]  # before the kubelet has set the phase
+    assert judged(jobset(), *ended).state == "running"
 
 
 def test_a_gang_whose_pods_all_run_is_running_with_its_nodes() -> None:
