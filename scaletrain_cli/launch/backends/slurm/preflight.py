@@ -241,7 +241,7 @@ class _SiteCheck:
     def _account_and_qos(self) -> Iterator[Problem]:
         site, slurm = self.site, self.spec.cluster.slurm
         accounts = sorted({one.account for one in site.associations})
-        if site.enforces("associations") and accounts and (slurm.account or accounts[0]).lower() not in accounts:
+        if site.enforces("associations") and accounts and slurm.account and slurm.account.lower() not in accounts:
             known = {"user": site.user, "accounts": accounts}
             yield self._problem("cluster.slurm.account", "account-not-yours", slurm.account, **known)
         allowed = sorted({qos for one in site.associations if one.account == site.account for qos in one.qos})

@@ -167,8 +167,8 @@ def user_name() -> str:
 
 
 def _default_qos(associations: Sequence[Association], account: str) -> str:
-    mine = next((one for one in associations if one.account == account), Association("", frozenset(), ""))
-    return mine.default_qos or ("normal" if "normal" in mine.qos else "")
+    mine = next((one for one in associations if one.account == account), None)
+    return "" if mine is None else mine.default_qos or ("normal" if "normal" in mine.qos else "")
 
 
 def preemption_rule(site: Site, cluster: ClusterSpec) -> str:
