@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scaletrain_cli.plan.adapters import quantized_layout_rules
-from scaletrain_cli.plan.axes import AXES, Capabilities, Rule, nearest_divisors
+from scaletrain_cli.plan.axes import AXES, Axes, Capabilities, Rule, nearest_divisors
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
@@ -22,6 +22,14 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import either
 
 _LEAST_FP8_CAPABILITY = 8.9  # Ada and Hopper, the first with fp8 tensor cores
+# The axes that a group of ZeRO's shards excludes, and the code of the rule. engine/optim/deepspeed_optimizer.py
+# average_over_copies knows no stages and no experts. DeepSpeed divides all ranks of the run into groups for the second
+# copy, each with every weight once (deepspeed/utils/groups.py _create_zero_param_parallel_group), which is so only
+# where all ranks have the same weights.
+_SHARD_GROUPS = {
+    "zero_shard_size": (("pipeline", "expert"), "engine-shard-group-axis"),
+    "zero_secondary_shard_size": (("tensor", "pipeline", "expert"), "engine-secondary-axis"),
+}
 
 
 def searches_engine(spec: RunSpec) -> bool:
@@ -33,8 +41,9 @@ def capabilities(spec: RunSpec) -> Capabilities:
     """Return what the search may propose: what the engine runs, or all with ``planner.search: everything``."""
     if not searches_engine(spec):
         return framework_of(spec).capabilities
-    offloads = spec.layout.offload_device in spec.training.optimizer.traits.offload
-    return ENGINE if offloads else replace(ENGINE, offload=("none",))
+    if spec.layout.zero_shard_size or spec.layout.offload_device not in spec.training.optimizer.traits.offload:
+        return replace(ENGINE, offload=("none",))
+    return replace(ENGINE, offload=ENGINE.offload[:2]) if spec.layout.zero_secondary_shard_size > 1 else ENGINE
 
 
 def opened(spec: RunSpec) -> RunSpec:
@@ -66,6 +75,17 @@ def submittable(spec: RunSpec, plan: RunPlan) -> list[Rule]:
     return found
 
 
+def axis_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
+    """Yield the rules on degrees that the engine cannot run with this model, or with the groups of shards."""
+    yield from workload_of(spec.model).engine_rules(spec, axes.tensor, axes.context)
+    for name, (excluded, code) in _SHARD_GROUPS.items():
+        size = getattr(spec.layout, name) or 1
+        over_all = name == "zero_shard_size" and size == axes.shards
+        for axis in () if size == 1 or over_all else excluded:
+            if getattr(axes, axis) > 1:
+                yield Rule(f"layout.{name}", size, code, {"axis": f"layout.{axis}_parallel"})
+
+
 def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     """Yield a rule for each part of the layout, model and training settings that the engine cannot run."""
     known = either(["data", *(axis.removesuffix("_parallel") for axis in AXES if axis in ENGINE.axes)], "and")
@@ -73,23 +93,14 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         if getattr(layout, axis) != 1 and axis not in ENGINE.axes:
             yield Rule(f"layout.{axis}", getattr(layout, axis), "engine-axis", {"axes": known})
     workload = workload_of(spec.model)
-    yield from workload.engine_rules(spec, layout.tensor_parallel, layout.context_parallel)
+    yield from axis_rules(spec, Axes.of(layout))
     yield from workload.engine_problems(spec)
     yield from workload.engine_layout_rules(spec, layout)
     yield from _about_precision(spec)
     yield from _about_optimizer(spec, layout)
     yield from _about_local_sgd(spec, layout)
     yield from _about_what_trains(spec, layout)
-    yield from _about_shard_group(layout)
-    yield from _about_secondary_shards(layout)
-    for key in ("zero_shard_size", "zero_secondary_shard_size"):
-        if (size := getattr(layout, key)) > 1:
-            others = {
-                "training.local_sgd.groups": layout.local_sgd_groups > 1,
-                "training.optimizer.name": spec.training.optimizer.name == "muon",
-            }
-            for setting in (name for name, is_set in others.items() if is_set):
-                yield Rule(f"layout.{key}", size, "engine-shard-group-axis", {"axis": setting})
+    yield from _about_shard_groups(spec, layout)
     if spec.training.precision == "fp8" and layout.zero_stage == 3:
         yield Rule("layout.zero_stage", 3, "engine-fp8-zero-3")
     if spec.training.cross_entropy == "liger" and spec.cluster.gpu == "cpu":
@@ -106,36 +117,23 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule("planner.framework", spec.planner.framework, "framework-for-comparison")
 
 
-def _about_shard_group(layout: Layout) -> Iterator[Rule]:
-    """Yield rules on ZeRO over a group of the replicas (engine/optim/deepspeed_optimizer.py average_over_copies)."""
-    key, size = "layout.zero_shard_size", layout.zero_shard_size
-    if not size:
-        return
-    for axis in ("pipeline_parallel", "expert_parallel", "zero_secondary_shard_size"):
-        if getattr(layout, axis) > 1:
-            yield Rule(key, size, "engine-shard-group-axis", {"axis": f"layout.{axis}"})
-    if layout.offload != "none":
-        yield Rule(key, size, "engine-shard-group-axis", {"axis": "layout.offload"})
-
-
-def _about_secondary_shards(layout: Layout) -> Iterator[Rule]:
-    """Yield rules on a second copy of the weights: DeepSpeed divides all ranks of the run into groups of neighbors.
-
-    A group has each weight once (deepspeed/utils/groups.py _create_zero_param_parallel_group), which is so only where
-    all ranks have the same weights; offloaded ones would be copied to the host.
-    """
-    key, size = "layout.zero_secondary_shard_size", layout.zero_secondary_shard_size
-    if size == 1:
-        return
-    if layout.world_size % size:
-        yield Rule(
-            key, size, "secondary-divides-ranks", fix={"allowed": list(nearest_divisors(layout.world_size, size))}
-        )
-    for axis in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
-        if getattr(layout, axis) > 1:
-            yield Rule(key, size, "engine-secondary-axis", {"axis": f"layout.{axis}"})
-    if layout.offload == "optimizer+params":
-        yield Rule(key, size, "engine-secondary-offload")
+def _about_shard_groups(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
+    """Yield what groups of ZeRO's shards exclude beside axes; offloaded weights would be copied to the host."""
+    second = layout.zero_secondary_shard_size
+    if layout.world_size % second:
+        fix = {"allowed": list(nearest_divisors(layout.world_size, second))}
+        yield Rule("layout.zero_secondary_shard_size", second, "secondary-divides-ranks", fix=fix)
+    if second > 1 and layout.offload == "optimizer+params":
+        yield Rule("layout.zero_secondary_shard_size", second, "engine-secondary-offload")
+    for name in _SHARD_GROUPS:
+        others = {
+            "training.local_sgd.groups": layout.local_sgd_groups > 1,
+            "training.optimizer.name": spec.training.optimizer.name == "muon",
+            "layout.offload": name == "zero_shard_size" and layout.offload != "none",
+            "layout.zero_secondary_shard_size": name == "zero_shard_size" and second > 1,
+        }
+        for setting in (key for key, is_set in others.items() if is_set and getattr(layout, name) > 1):
+            yield Rule(f"layout.{name}", getattr(layout, name), "engine-shard-group-axis", {"axis": setting})
 
 
 def _about_precision(spec: RunSpec) -> Iterator[Rule]:

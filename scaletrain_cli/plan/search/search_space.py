@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from scaletrain_cli.plan.axes import AXES, Axes, resolve_axes
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Rejection
-from scaletrain_cli.plan.search.engine_support import capabilities, opened, searches_engine
+from scaletrain_cli.plan.search.engine_support import axis_rules, capabilities, opened, searches_engine
 from scaletrain_cli.plan.search.layouts import broken_rules, micro_batch_sizes, offload_modes, zero_stages
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
@@ -115,8 +115,7 @@ def least_of_axes(spec: RunSpec, at_least: Callable[[Axes], float], value: Calla
 
 def _runnable(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> list[Axes]:
     """Return the combinations that the engine can run; if there are none, all of them, to be planned with a warning."""
-    workload = workload_of(spec.model)
-    broken = {axes: next(workload.engine_rules(spec, axes.tensor, axes.context), None) for axes in all_axes}
+    broken = {axes: next(axis_rules(spec, axes), None) for axes in all_axes}
     found = [axes for axes, rule in broken.items() if rule is None]
     for axes, rule in broken.items() if found else ():
         if rule is not None:

@@ -9,7 +9,7 @@ from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.search.engine_support import capabilities, opened, unsupported
 from scaletrain_cli.plan.search.layouts import broken_rules
 from tests.model_sizes import model_sizes
-from tests.plan.specs import spec_of
+from tests.plan.specs import ONE_LAYOUT, spec_of
 
 SMALL = model_sizes(hidden=512, layers=4, heads=8, kv_heads=8, head_dim=64, intermediate=1536)
 FEW_LAYOUTS = {"layout__activation_checkpointing": "none", "training__micro_batch_size": 1}
@@ -106,6 +106,22 @@ def test_a_layout_that_the_engine_cannot_run_is_planned_not_submitted(overrides:
     assert expected in broken.text
     assert broken.hint or "nodes start" in broken.text
     assert any(warning.params.get("cause") == broken.reason.code for warning in plan.warnings)
+
+
+@pytest.mark.parametrize("groups", [{"zero_shard_size": 16}, {"zero_secondary_shard_size": 8}])
+def test_the_search_proposes_beside_a_group_of_shards_what_the_engine_runs(groups: dict[str, int]) -> None:
+    """Alone it spreads the experts over ranks, which the engine cannot do beside a group."""
+    layout = FEW_LAYOUTS | {"layout__zero_stage": 3, "layout__offload": "auto", "cluster__nodes": 4}
+    alone = spec_of("qwen3-30b-a3b", **layout)
+    grouped = spec_of("qwen3-30b-a3b", **layout, **{f"layout__{key}": size for key, size in groups.items()})
+    assert make_plan(alone).layout.expert_parallel > 1
+    assert submittable(grouped, make_plan(grouped)) == []
+
+
+def test_the_search_proposes_no_offload_beside_a_group_of_shards() -> None:
+    grouped = ONE_LAYOUT | {"layout__zero_shard_size": 8, "layout__offload": "auto", "cluster__nodes": 4}
+    with pytest.raises(InfeasibleError, match=r"smallest layout: ZeRO-3, .* sharded over 8 ranks\."):
+        make_plan(spec_of("qwen3-30b-a3b", **grouped))
 
 
 @pytest.mark.parametrize(
