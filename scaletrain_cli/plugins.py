@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from scaletrain_cli.errors import UsageError
@@ -145,6 +147,8 @@ def _all_plugins() -> dict[str, dict[str, Plugin]]:
 
 def _entry_points() -> list[EntryPoint]:
     """Return the entry points of our groups; a package whose metadata cannot be read is left out."""
+    if not _may_have_plugins():
+        return []
     from importlib.metadata import distributions, entry_points
 
     try:
@@ -156,3 +160,25 @@ def _entry_points() -> list[EntryPoint]:
             with contextlib.suppress(Exception):
                 found.setdefault(package.name, [entry for entry in package.entry_points if entry.group in GROUPS])
         return [entry for entries in found.values() for entry in entries]
+
+
+def _may_have_plugins() -> bool:
+    """Return whether an installed package may have an entry point of our groups: as a rule none has.
+
+    Only a look for the name in their files: importlib.metadata takes a fifth of the CPU time of ``--help``.
+    """
+    if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
+        return True
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")
+        except NotADirectoryError:  # packages in a zip file
+            return True
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info", "EGG-INFO")):
+                with contextlib.suppress(OSError), open(os.path.join(folder, name, "entry_points.txt"), "rb") as file:
+                    if b"scaletrain." in file.read():
+                        return True
+    return False
