@@ -88,9 +88,10 @@ def read_driver(nvml: Any) -> NodeHealth | None:
     return NodeHealth(str(nvml.nvmlSystemGetDriverVersion()), tuple(gpus), "; ".join(troubles))
 
 
-def visible_gpus(health: NodeHealth, environment: Mapping[str, str]) -> tuple[GpuHealth, ...]:
-    """Return the GPUs that a process with this environment may use."""
-    return tuple(gpu for gpu in health.gpus if visible_place(gpu.index, gpu.uuid, environment) is not None)
+def gpus_of_ranks(health: NodeHealth, environment: Mapping[str, str], count: int) -> tuple[GpuHealth, ...]:
+    """Return the GPUs that ranks with this environment will use: the first ``count`` visible ones, in their order."""
+    places = {visible_place(gpu.index, gpu.uuid, environment): gpu for gpu in health.gpus}
+    return tuple(places[place] for place in range(count) if place in places)
 
 
 def visible_place(index: int, uuid: str, environment: Mapping[str, str]) -> int | None:

@@ -28,8 +28,8 @@ from scaletrain_cli.launch.node.gpu_health import (
     NodeHealth,
     gpu_notes,
     gpu_problems,
+    gpus_of_ranks,
     query_driver,
-    visible_gpus,
 )
 from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.plan.result import RunPlan
@@ -89,8 +89,9 @@ class NodeInspection:
 
 def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping[str, str]) -> NodeInspection:
     """Return the state of this node. Never raises: values that cannot be read are None."""
-    health = None if record.spec.cluster.gpu == "cpu" else query_driver()
-    gpus = () if health is None else visible_gpus(health, environment)
+    cluster, environment = record.spec.cluster, {**environment, **record.spec.env}
+    health = None if cluster.gpu == "cpu" else query_driver()
+    gpus = () if health is None else gpus_of_ranks(health, environment, cluster.gpus_per_node)
     memory, shm = available_bytes(), _free(_SHM)
     ahead, code, cores = _clock_ahead(run.path), code_hash(), usable_cores()
     return NodeInspection(

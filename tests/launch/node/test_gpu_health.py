@@ -16,9 +16,9 @@ from scaletrain_cli.launch.node.gpu_health import (
     NodeHealth,
     gpu_notes,
     gpu_problems,
+    gpus_of_ranks,
     query_driver,
     read_driver,
-    visible_gpus,
 )
 
 pytestmark = pytest.mark.process  # the driver is read in a process of its own
@@ -101,11 +101,11 @@ def test_a_value_that_a_gpu_does_not_report_is_none_and_not_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "indices"), [(None, [0, 1, 2]), ("1", [1]), ("2,0", [0, 2]), ("GPU-1aaaa", [1]), ("", []), ("-1", [])]
+    ("visible", "indices"), [(None, [0, 1, 2]), ("1", [1]), ("2,0", [2, 0]), ("GPU-1aaaa", [1]), ("", []), ("-1", [])]
 )
 def test_only_the_gpus_that_the_job_has_count(visible: str | None, indices: list[int]) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert [one.index for one in visible_gpus(health({}, {}, {}), environment)] == indices
+    assert [one.index for one in gpus_of_ranks(health({}, {}, {}), environment, 3)] == indices
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -18,9 +20,14 @@ GB = 10**9
 FAKE_NVML = Path(__file__).parent / "fake_nvml"
 
 
-def inspected(made: MadeRun, monkeypatch: pytest.MonkeyPatch, health: NodeHealth | None = None) -> NodeInspection:
+def inspected(
+    made: MadeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    health: NodeHealth | None = None,
+    visible: Mapping[str, str] = MappingProxyType({"CUDA_VISIBLE_DEVICES": "0,1"}),
+) -> NodeInspection:
     monkeypatch.setattr(inspection, "query_driver", lambda: health)
-    return inspect_node(made.run, made.record, "node-0000-here", {"CUDA_VISIBLE_DEVICES": "0,1"})
+    return inspect_node(made.run, made.record, "node-0000-here", visible)
 
 
 def test_a_healthy_node_has_no_problems(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +57,27 @@ def test_broken_gpus_memory_and_shm_are_reported_apart(make_run: MakeRun, monkey
     plan = dataclasses.replace(made.record.plan, durability=durability)
     more = inspected(MadeRun(made.run, dataclasses.replace(made.record, plan=plan)), monkeypatch, NodeHealth("550"))
     assert "take 40.0 GB" in str(more.problems[-1])
+
+
+@pytest.mark.parametrize(
+    ("visible", "of_spec", "judged"),
+    [
+        ({}, None, [0, 1]),  # the ranks take the first ones
+        ({"CUDA_VISIBLE_DEVICES": "3,GPU-1,2"}, None, [3, 1]),
+        ({}, "3,2", [3, 2]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "2,0", [2, 0]),
+    ],
+)
+def test_only_gpus_that_ranks_will_use_are_judged(
+    visible: dict[str, str], of_spec: str | None, judged: list[int], make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that several people share, others use the other GPUs."""
+    chosen = None if of_spec is None else {"CUDA_VISIBLE_DEVICES": of_spec}
+    made = make_run("cluster.gpu=h100-sxm-80gb", env=chosen)
+    busy = NodeHealth("550", tuple(GpuHealth(index, f"GPU-{index}", "H100", 85 * GB, 85 * GB) for index in range(4)))
+    found = inspected(made, monkeypatch, busy, visible)
+    assert [problem.params["gpu"] for problem in found.problems if problem.code == "node.gpu-in-use"] == judged
+    assert [gpu.index for gpu in found.gpus] == judged
 
 
 def test_an_agent_on_a_bad_node_writes_why_and_starts_no_rank(make_run: MakeRun, start_agent: StartAgent) -> None:

@@ -164,7 +164,7 @@ class LocalBackend(Backend):
     ) -> PreflightResult:
         from scaletrain_cli.launch.node.inspection import problems_of_node
 
-        problems = problems_of_node(spec.cluster, os.environ)
+        problems = problems_of_node(spec.cluster, {**os.environ, **spec.env})
         if problems:
             raise SchedulerError(Reason("local.unfit-machine", {"problems": list(map(str, problems))}))
         if self.engine == ENGINE_MODULE:
