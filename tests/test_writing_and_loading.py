@@ -41,7 +41,6 @@ MAY_WRITE = {
         "scaletrain_cli/engine/checkpoint/export.py",
         "save_file",
     ): "the library's writer, in a folder made anew under a random name",
-    ("scaletrain_cli/engine/checkpoint/adapter_export.py", "save_file"): "the same",
     ("scaletrain_cli/engine/data/row_writing.py", "path.open"): "exclusively, in the staging folder of a dataset",
     ("scaletrain_cli/hub/client.py", "draft.symlink_to"): "fails if the random name exists; to a blob of the cache",
     ("scaletrain_cli/hub/client.py", "os.link"): "the same",

@@ -2,15 +2,11 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from scaletrain_cli.engine.model.peft_files import (
-    CONFIG,
-    WEIGHTS,
     has_stacked_experts,
     is_mlp,
     merged,
@@ -22,7 +18,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.parameters import base_shapes, modules_with_adapter
 from scaletrain_cli.plan.trained_parameters import trained_ever
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import create_file, expand_home
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.adapter import Adapted, is_adapter_parameter
 
@@ -114,11 +110,3 @@ def peft_files(spec: RunSpec, saved: Weights, base: Base | None = None) -> tuple
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def write_peft(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
-    """Write both files of an adapter into an existing folder."""
-    written = folder / CONFIG
-    create_file(written, config, public=True)
-    save_file({name: values.contiguous() for name, values in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-    (folder / WEIGHTS).chmod(written.stat().st_mode)  # safetensors creates its files readable for the owner only

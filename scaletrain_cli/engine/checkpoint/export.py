@@ -30,7 +30,6 @@ from scaletrain_cli.engine.checkpoint.adapter_export import (
     Weights,
     exported_model,
     peft_files,
-    write_peft,
 )
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, OUTER, WEIGHT
@@ -39,12 +38,13 @@ from scaletrain_cli.engine.data.prepared import tokenizer_path
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.gpt_oss_files import Stored, stored_tensors
 from scaletrain_cli.engine.model.materialization import named_weights, stored_buffers
+from scaletrain_cli.engine.model.peft_files import CONFIG, WEIGHTS
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, check_base_of, read_base, read_checkpoint
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.safe_files import create_file, expand_home, make_folder
+from scaletrain_cli.safe_files import create_file, expand_home, make_folder, open_to_read, sync_folder
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 from scaletrain_cli.spec.hub_files import TOKENIZER_FILES
@@ -392,9 +392,7 @@ def export(
     if isinstance(spec.model, ModelSpec) and spec.model.adapter is not None:
         sources = [MergedWeights(source, spec.model) for source in sources]
     with _draft_of(output) as draft:
-        written = draft / "config.json"
-        create_file(written, json.dumps(config, indent=2) + "\n", public=True)
-        _write_text(draft, text.files | image_files(spec, text.files))
+        _write_text(draft, {"config.json": _json(config)} | text.files | image_files(spec, text.files))
         whole = outline(model)
         shapes, exact = named_weights(whole), {matrix.name: buffer.dtype for buffer, matrix in stored_buffers(whole)}
         stored = stored_layout(shapes, model, config)
@@ -411,7 +409,6 @@ def export(
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors = {tensor: stored[tensor].joined(read, dtype) for tensor in names}
             save_file(tensors, draft / name, metadata={"format": "pt"})  # required by transformers
-            (draft / name).chmod(written.stat().st_mode)  # safetensors creates its files readable for the owner only
             place |= dict.fromkeys(tensors, name)
         parameters = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name not in exact)
         total_bytes = sum(torch.Size(shape).numel() * exact.get(name, dtype).itemsize for name, shape in shapes.items())
@@ -429,8 +426,8 @@ def export_adapter(
     saved = _open(checkpoint, AVERAGE if averaged else WEIGHT, spec.transformer)
     config, tensors = peft_files(spec, saved, base)
     with _draft_of(output) as draft:
-        write_peft(draft, json.dumps(config, indent=2) + "\n", tensors)
-        _write_text(draft, {name: content for name, content in text.files.items() if name != _GENERATION})
+        save_file({name: values.contiguous() for name, values in tensors.items()}, draft / WEIGHTS, {"format": "pt"})
+        _write_text(draft, {CONFIG: _json(config)} | {n: each for n, each in text.files.items() if n != _GENERATION})
     parameters = sum(values.numel() for values in tensors.values())
     sizes = {"parameters": parameters, "bytes": sum(values.nbytes for values in tensors.values())}
     return {"path": str(output), **sizes, "model_type": f"PEFT adapter of {model_type}"}
@@ -444,14 +441,19 @@ def _write_text(folder: Path, files: Mapping[str, bytes]) -> None:
 
 @contextmanager
 def _draft_of(output: Path) -> Generator[Path]:
-    """Yield a new folder that becomes ``output`` at the end, and is deleted on an error. Raises UsageError."""
+    """Yield a new folder that becomes ``output`` at the end, durably, or is deleted on an error. Raises UsageError."""
     if output.exists():
         raise UsageError(Reason("engine.output-exists", {"path": str(output)}))
     draft = output.with_name(f".{output.name}.{os.urandom(8).hex()}.tmp")
     make_folder(draft, mode=0o777, exist_ok=False)
     try:
         yield draft
+        for path in draft.glob("*.safetensors"):  # which safetensors leaves in memory, readable for the owner only
+            path.chmod(draft.stat().st_mode & 0o666)
+            with open_to_read(path) as file:
+                os.fsync(file.fileno())
         draft.rename(output)
+        sync_folder(output.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

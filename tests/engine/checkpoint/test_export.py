@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,24 @@ def test_the_mean_of_checkpoints_is_computed_in_fp32_and_rounded_once(tmp_path: 
     export(folders, spec_of(LLAMA), tmp_path / "out", torch.bfloat16, NO_TEXT)
     mean = {name: torch.stack([weights[name] for weights in drawn]).mean(0).bfloat16().float() for name in drawn[0]}
     torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), mean, rtol=0, atol=0)
+
+
+def test_the_weights_of_an_export_are_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses power after an export must not have an empty file under the name of the weights."""
+    synced: list[str] = []
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    monkeypatch.setattr(os, "fsync", note)
+    folder = checkpoint_of(tmp_path / "step-00000001", contents(LLAMA))
+    export([folder], spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT, largest_file_bytes=5000)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert len([name for name in files if name.endswith(".safetensors")]) > 1
+    assert files <= {*synced}
+    assert synced[-1] == tmp_path.name
 
 
 def test_a_failed_export_leaves_no_files_and_an_existing_folder_is_not_changed(tmp_path: Path) -> None:
