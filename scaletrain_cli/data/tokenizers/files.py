@@ -5,7 +5,7 @@ apply in different ways is refused, and so is a class that splits texts in anoth
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,11 @@ def parsed_tokenizer(content: bytes, path: str) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def without_end(ids: list[int], ends: Collection[int]) -> list[int]:
+    """Return the tokens of a prompt, without the end of a text that some tokenizers put behind it."""
+    return ids[:-1] if len(ids) > 1 and ids[-1] in ends else ids
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, special_tokens: list[str]) -> Any:

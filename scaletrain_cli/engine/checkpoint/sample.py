@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from scaletrain_cli.data.tokenizers.files import without_end
 from scaletrain_cli.engine.data.chat_template import SpecialTokens, compile_template
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -75,8 +76,7 @@ def _sampled(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _encoded(tokenizer: Any, prompt: str, request: dict[str, Any], stops: list[int]) -> list[int]:
     if request["raw"]:
-        ids: list[int] = tokenizer(prompt)["input_ids"]
-        return ids[:-1] if len(ids) > 1 and ids[-1] in stops else ids  # some tokenizers add the end of a text
+        return without_end(tokenizer(prompt)["input_ids"], stops)
     system = [] if request["system"] is None else [{"role": "system", "content": request["system"]}]
     messages = [*system, {"role": "user", "content": prompt}]
     tokens = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}

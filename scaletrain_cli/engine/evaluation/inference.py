@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaletrain_cli.data.tokenizers.files import load_tokenizer
+from scaletrain_cli.data.tokenizers.files import load_tokenizer, without_end
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.model import outline
@@ -72,13 +72,14 @@ def generate(
     seed: int,
     device: torch.device,
 ) -> list[int]:
-    """Return up to ``max_new_tokens`` tokens after the prompt, without the end token.
+    """Return up to ``max_new_tokens`` tokens after the prompt, without the end token; see ``without_end`` of a prompt.
 
     ``temperature``: 0 takes the likeliest token. The model sees the last ``seq_len`` tokens at most, and computes them
     again for each token. The same seed gives the same tokens on the same device.
     """
     generator, ends = torch.Generator(device).manual_seed(seed), frozenset(end_tokens)
-    tokens = list(prompt)
+    tokens = without_end(list(prompt), ends)
+    given = len(tokens)
     for _ in range(max_new_tokens):
         latest = torch.tensor([tokens[-seq_len:]], device=device)
         context = TokenContext.of(latest)
@@ -90,7 +91,7 @@ def generate(
         if token in ends:
             break
         tokens.append(token)
-    return tokens[len(prompt) :]
+    return tokens[given:]
 
 
 def _logits_after(model: CausalLM, hidden: Tensor, context: TokenContext) -> Tensor:

@@ -62,10 +62,12 @@ def test_a_greedy_continuation_is_that_of_transformers_and_stops_at_the_end_toke
         torch.tensor([prompt]), attention_mask=torch.ones(1, 3), max_new_tokens=10, do_sample=False, eos_token_id=None
     )[0, 3:].tolist()
 
-    def continued(end_tokens: list[int], temperature: float = 0.0, seed: int = 1) -> list[int]:
+    def continued(
+        end_tokens: list[int], temperature: float = 0.0, seed: int = 1, after: int | None = None
+    ) -> list[int]:
         return generate(
             model,
-            prompt,
+            prompt if after is None else [*prompt, after],
             max_new_tokens=10,
             temperature=temperature,
             end_tokens=end_tokens,
@@ -76,5 +78,6 @@ def test_a_greedy_continuation_is_that_of_transformers_and_stops_at_the_end_toke
 
     assert continued([]) == expected
     assert continued([expected[4]]) == expected[: expected.index(expected[4])]
+    assert continued([60], after=60) == continued([60])  # a tokenizer puts the end of a text behind each prompt
     assert continued([], temperature=1.0) == continued([], temperature=1.0)
     assert len({tuple(continued([], temperature=5.0, seed=seed)) for seed in range(5)}) > 1
