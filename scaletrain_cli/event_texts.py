@@ -82,7 +82,8 @@ def _dead_gradients(event: Event) -> str:
 
 def _stopped_early(event: Event) -> str:
     metric = event.get("metric", "validation_loss").replace("_", " ")
-    values = ", ".join(f"{value:.4f}" for value in event.get("values", event.get("validation_losses", ())))
+    latest = event.get("values", event.get("validation_losses", ()))
+    values = ", ".join("NaN" if value is None else f"{value:.4f}" for value in latest)
     return f"at step {event['step']}: the {metric} does not improve; its last values are {values}"
 
 

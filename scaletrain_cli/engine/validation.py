@@ -194,7 +194,7 @@ class Validation:
         if metric is None or metric not in validations[-1]:
             return False
         *earlier, newest = self._lowered(validations, metric)
-        return newest < min(earlier, default=math.inf)
+        return newest < min((value for value in earlier if not math.isnan(value)), default=math.inf)
 
     def _lowered(self, validations: Sequence[Mapping[str, float]], metric: str) -> list[float]:
         """Return the values of a metric of all validations that have it, negated if the greatest is the best."""

@@ -1,5 +1,6 @@
 """Find the checkpoint that an attempt resumes from; all ranks verify it together."""
 
+import math
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -307,7 +308,8 @@ def _resume_point(
         step=step,
         evaluated=bool(lines) and lines[-1]["step"] == step and "validation_loss" in lines[-1],
         validations=[
-            {key: value for key, value in line.items() if key.startswith(PREFIX) and isinstance(value, int | float)}
+            # null: was not finite, and counts as a value without an improvement, as it did then
+            {key: math.nan if line[key] is None else line[key] for key in line if key.startswith(PREFIX)}
             for line in lines
             if "validation_loss" in line and spec.evaluates_after(line["step"])
         ],

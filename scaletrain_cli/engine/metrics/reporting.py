@@ -10,6 +10,7 @@ import torch
 from scaletrain_cli.engine.metrics.memory_measurement import peak_memory_bytes
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.plan.vision.llava import language_share
+from scaletrain_cli.rundir.documents import json_value
 from scaletrain_cli.rundir.evaluations import measures_in, read_evaluations, write_validation
 from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 def report_event(run: RunDir, rank: int, name: str, /, **details: Any) -> None:
     """Record an event in events.jsonl and log it, on rank 0; do nothing on other ranks."""
     if rank == 0:
+        details = json_value(details)
         record_event(run, name, **details)
         log_event(name, **details)
 
@@ -149,5 +151,6 @@ class MetricsLog:
         self._evaluated |= new
 
     def _append(self, line: dict[str, Any]) -> None:
+        line = json_value(line)  # JSON has no NaN, such as the loss of a validation that overflows in fp16
         self._writer.put(line)
         self._trackers.log(line)

@@ -1,12 +1,16 @@
 import logging
+import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from scaletrain_cli.engine.metrics.reporting import MetricsLog
+from scaletrain_cli.engine.metrics.reporting import MetricsLog, report_event
+from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.evaluations import read_validations
-from scaletrain_cli.rundir.journal import read_metrics
+from scaletrain_cli.rundir.journal import read_events, read_metrics
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.progress import read_progress
 from tests.launch.conftest import make_plan, make_spec
 
@@ -35,3 +39,20 @@ def test_a_run_on_images_logs_images_and_accuracy(
     said = [record.getMessage() for record in caplog.records]
     assert any("8 images/s" in message for message in said)
     assert "step 1/20  validation loss 2.5000  top-1 50.0 %" in said
+
+
+def test_a_validation_loss_that_is_not_finite_is_null_in_the_file_and_ends_no_run() -> None:
+    spec = make_spec("tracking.tensorboard=null")
+    made = create_run(spec, make_plan(spec), "r")
+    with MetricsLog(made.run, made.record, 0, 1, torch.device("cpu")) as metrics:
+        metrics.log_validation(1, 64, None, **{"validation_loss": 2.5, "validation_loss/code": math.nan})
+        metrics.log_validation(2, 64, None, validation_loss=math.inf)
+    first, second = read_metrics(made.run)
+    assert (first["validation_loss"], first["validation_loss/code"], second["validation_loss"]) == (2.5, None, None)
+
+
+def test_an_event_with_a_value_that_is_not_finite_is_recorded(tmp_path: Path) -> None:
+    report_event(RunDir(tmp_path), 0, "stopped-early", step=4, metric="validation_loss", values=[2.5, math.nan])
+    (event,) = read_events(RunDir(tmp_path))
+    assert event["values"] == [2.5, None]
+    assert event_sentence(event).endswith("its last values are 2.5000, NaN")

@@ -1,9 +1,13 @@
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from scaletrain_cli.engine.validation import check_metrics
+from scaletrain_cli.engine.validation import Validation, check_metrics
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec.training import EarlyStoppingSpec, should_stop
 from tests.spec.samples import SPEC, load
 
@@ -47,3 +51,12 @@ def test_a_metric_that_the_first_validation_lacks_ends_the_run() -> None:
         )
     check_metrics(spec, {"validation_loss": 0.7, "validation_top1": 0.5})
     check_metrics(spec, {"validation_loss": math.nan})  # the guard acts on a run that diverges
+
+
+def test_a_loss_that_is_not_finite_does_not_keep_later_ones_from_being_the_best(tmp_path: Path) -> None:
+    context: Any = SimpleNamespace(spec=load(SPEC, "checkpoint.keep_best=validation_loss"), run=RunDir(tmp_path))
+    nothing: Any = None
+    validation = Validation(context, nothing, nothing, None, {}, {}, nothing)
+    losses = [math.nan, 3.0, 2.0, math.nan, 2.5]
+    best = [validation.is_best([{"validation_loss": each} for each in losses[:count]]) for count in range(1, 6)]
+    assert best == [False, True, True, False, False]
