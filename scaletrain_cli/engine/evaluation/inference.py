@@ -19,10 +19,8 @@ from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.base import CausalLM
-from scaletrain_cli.engine.model.loss import logits_of
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
-from scaletrain_cli.engine.model.vision.llava import Llava
 from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.spec import LlavaSpec, ModelSpec
 
@@ -82,8 +80,7 @@ def generate(
     given = len(tokens)
     for _ in range(max_new_tokens):
         latest = torch.tensor([tokens[-seq_len:]], device=device)
-        context = TokenContext.of(latest)
-        logits = _logits_after(model, model.embed(latest, context), context)[0]
+        logits = model(latest, latest, output=lambda model, hidden: model.logits(hidden[:, -1:]))[0, 0]
         if temperature == 0:
             token = int(logits.argmax())
         else:
@@ -92,37 +89,6 @@ def generate(
             break
         tokens.append(token)
     return tokens[given:]
-
-
-def _logits_after(model: CausalLM, hidden: Tensor, context: TokenContext) -> Tensor:
-    """Return the logits after the last position of hidden states that enter the first block."""
-    hidden = model.transform(hidden, model.with_masks(context, hidden))
-    head: Any = model.lm_head
-    return logits_of(model.final_norm(hidden[:, -1:]), head.weight, head.softcap)[:, 0]
-
-
-@torch.no_grad()
-def answer(
-    model: Llava, prompt: Sequence[int], pixels: Tensor | None, *, max_new_tokens: int, end_tokens: Iterable[int]
-) -> list[int]:
-    """Return the likeliest tokens after a prompt about images, up to ``max_new_tokens``, without the end token.
-
-    An answer has no image token, and ends where the language model has no more positions (``seq_len``). The features of
-    the images are computed again for each token. ``prompt``: with the image tokens of all images. ``pixels``: [images,
-    channels, image_size, image_size], normalized; None: the prompt has no image. Raises ValueError if the image tokens
-    do not fit.
-    """
-    device, ends = next(model.parameters()).device, frozenset(end_tokens)
-    tokens, longest = list(prompt), len(prompt) + max_new_tokens
-    while len(tokens) < min(longest, model.spec.text_config.seq_len + 1):
-        rows = torch.tensor([tokens], device=device)
-        context = TokenContext.of(rows)
-        logits = _logits_after(model.language_model, model.embed(rows, context, pixels), context)[0]
-        token = int(without_images(logits, model.spec.image_token_index).argmax())
-        if token in ends:
-            break
-        tokens.append(token)
-    return tokens[len(prompt) :]
 
 
 def without_images(logits: Tensor, image_token: int) -> Tensor:
@@ -170,7 +136,7 @@ class SampleAnswers:
         assert batch.images is not None
         of_prompt = batch._replace(images=batch.images[:images]).to(self.device)
         _, _, pixels, _ = objective.prepared(of_prompt).inputs
-        found = self._greedy(engine, tokens, pixels, expected[-1])
+        found = self.greedy(engine, tokens, pixels, expected[-1])
         assert isinstance(self.reader.sequences, RowSequences)
         names = [image.place for image in self.reader.sequences.images_of(row)[:images]]
         prompt = [token for token in tokens if token != self.spec.image_token_index]
@@ -179,8 +145,14 @@ class SampleAnswers:
         decoded = {name: tokenizer.decode(ids).strip() for name, ids in texts.items()}
         return {"sample": ", ".join(names) or f"row {row + 1}", **decoded}
 
-    def _greedy(self, engine: Any, prompt: Sequence[int], pixels: Tensor | None, end: int) -> list[int]:
-        """Return tokens until ``end``, of which the first rank decides."""
+    @torch.no_grad()
+    def greedy(self, engine: Any, prompt: Sequence[int], pixels: Tensor | None, end: int) -> list[int]:
+        """Return the likeliest tokens until ``end``, of which the first rank decides; never an image token.
+
+        They end where the language model has no more positions (``seq_len``). ``prompt``: with the image tokens of all
+        images. ``pixels``: [images, channels, image_size, image_size], normalized; None: the prompt has no image.
+        Raises ValueError if the image tokens do not fit.
+        """
         longest, image = self.spec.text_config.seq_len, self.spec.image_token_index
         most = min(_MOST_TOKENS, longest - len(prompt) + 1)
         length = min(longest, -(-(len(prompt) + most) // _MULTIPLE) * _MULTIPLE)
