@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from scaletrain_cli.data.prepared import find_run_datasets
 from scaletrain_cli.data.tokenizers.chat_templates import template_files
 from scaletrain_cli.data.tokenizers.files import load_tokenizer, parsed_tokenizer, special_tokens, tokenizer_file
 from scaletrain_cli.data.tokenizers.load import tokenizer_content
@@ -44,6 +45,7 @@ from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, check_base_of, read_base, read_checkpoint
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.shared_datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, open_to_read, sync_folder
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
@@ -68,10 +70,14 @@ _STATE_TOKENS = (_CONFIG, "special_tokens_map.json")
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Contents by file name; ``ids``: bos, eos and pad token ids for config.json, None where unknown."""
+    """Contents by file name; ``ids``: bos, eos and pad token ids for config.json, None where unknown.
+
+    ``classes``: their names in the order of the labels; empty where they are unknown.
+    """
 
     files: dict[str, bytes]
     ids: dict[str, Any]
+    classes: Sequence[str] = ()
 
     @property
     def has_tokenizer(self) -> bool:
@@ -79,14 +85,14 @@ class TextFiles:
 
 
 def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> TextFiles:
-    """Return the tokenizer files of an export of this run; none for a network that reads only images.
+    """Return the tokenizer files of an export of this run; of a network that reads only images the names of classes.
 
     They are those of the folder of the tokenizer, or of the weights, that has the tokenizer of the dataset and states
     its special tokens. Where neither does, tokenizer_config.json is derived. The chat templates are those that the run
     was trained with; ``eos_token_id`` also has the ids at which the trained turns end. Raises UsageError.
     """
     if _longest_text(spec.model) is None:
-        return TextFiles({}, {})
+        return TextFiles({}, {}, _class_names(spec, runs_root, run))
     if isinstance(spec.model, ClipSpec):
         return _caption_files(spec)
     trained, class_name = _dataset_tokenizer(spec, runs_root, run), spec.data.tokenizer.tokenizer_class
@@ -279,6 +285,16 @@ def _longest_text(model: AnyModel) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
+def _class_names(spec: RunSpec, runs_root: Path, run: RunDir | None) -> Sequence[str]:
+    if spec.training.objective != "classification":
+        return ()  # the outputs are no classes, whatever the images are labeled with
+    with contextlib.suppress(ScaletrainError, OSError):  # the data are not on this machine
+        known = {} if run is None else recorded_folders(spec, runs_root, read_entries(datasets_file(run)))[0]
+        folders = find_run_datasets(spec, runs_root, known) or {}
+        return next(filter(None, (_object(each / "dataset.json").get("classes") for each in folders.values())), ())
+    return ()
+
+
 def _dataset_tokenizer(spec: RunSpec, runs_root: Path, run: RunDir | None) -> Path | None:
     with contextlib.suppress(ScaletrainError, OSError):  # the data are not on this machine
         if (found := tokenizer_path(spec, runs_root, run)) is not None:
@@ -387,6 +403,9 @@ def export(
         config["text_config"] |= {name: number for name, number in text.ids.items() if number is not None}
     else:
         config |= text.ids
+    if text.classes:  # of outputs beyond them, the names stay numbers
+        config["id2label"] |= {str(number): name for number, name in enumerate(text.classes)}
+        config["label2id"] = {name: int(number) for number, name in config["id2label"].items()}
     kind = AVERAGE if averaged else WEIGHT
     sources: list[Weights] = [_open(checkpoint, kind, spec.model) for checkpoint in checkpoints]
     if isinstance(spec.model, ModelSpec) and spec.model.adapter is not None:

@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scaletrain_cli.engine.checkpoint.export import export
+from scaletrain_cli.data.prepared import prepare_run_datasets
+from scaletrain_cli.engine.checkpoint.export import export, text_files
 from scaletrain_cli.engine.compose import _weights
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.base import VisionModel
@@ -23,10 +24,13 @@ from scaletrain_cli.spec.hugging_face_weights import to_hugging_face
 from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.weight_files import read_headers
+from tests.data.images.pictures import write_folder
+from tests.data.texts import ignore
 from tests.engine.checkpoint.test_export import NO_TEXT, checkpoint_of
 from tests.engine.checkpoint.test_export import spec_of as run_spec_of
 from tests.engine.model.test_safetensors import LLAMA
 from tests.engine.model.vision.convnets import DIMS, fresh, images, spec_of, theirs
+from tests.spec.samples import SPEC, load
 
 
 def loaded(folder: Path, spec: Any) -> VisionModel:
@@ -80,6 +84,24 @@ def test_transformers_loads_an_export_with_equal_logits(name: str, tmp_path: Pat
     for key, values in model.state_dict().items():
         assert torch.equal(expected.state_dict()[key], values), key
     assert found_before_the_run(out, spec_of(DIMS[name])) == []
+
+
+def test_an_exported_classifier_knows_the_names_of_the_classes(tmp_path: Path) -> None:
+    """Of its five outputs the last three have no class in the data."""
+    write_folder(tmp_path / "images", [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(4)])
+    data = f"data={{source: '{tmp_path / 'images'}'}}"
+    given = load(SPEC, "model={family: resnet, hidden_sizes: [64], depths: [1]}", data, "evaluation.every=0")
+    run = given.model_copy(update={"model": spec_of(DIMS["basic"])})
+    assert text_files(run, tmp_path / "runs").classes == ()
+    prepare_run_datasets(run, tmp_path / "runs", {}, 1, ignore)
+    text = text_files(run, tmp_path / "runs")
+    saved = checkpoint_of(tmp_path / "step-00000001", dict(fresh(DIMS["basic"]).state_dict()))
+    export([saved], run, tmp_path / "out", torch.float32, text)
+    config: Any = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.id2label == {0: "cat", 1: "dog", 2: "LABEL_2", 3: "LABEL_3", 4: "LABEL_4"}
+    assert config.label2id["dog"] == 1
+    views = run.model_copy(update={"training": run.training.model_copy(update={"objective": "contrastive"})})
+    assert text_files(views, tmp_path / "runs").classes == ()
 
 
 def test_statistics_are_exported_as_they_are_when_weights_are_rounded(tmp_path: Path) -> None:
