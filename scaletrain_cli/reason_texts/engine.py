@@ -262,7 +262,10 @@ TEXTS: Texts = {
     ),
     "lm-eval-failed": ("{program} ended with exit code {exit_code}: {end}", "Its whole output is in {log}"),
     "lm-eval-without-results": "{program} wrote no results_*.json into {folder}",
-    "no-averaged-weights": "{checkpoint} has no averaged weights: the run has training.averaging.name = none",
+    "no-averaged-weights": (
+        "{checkpoint} has no averaged weights",
+        "A run has them with training.averaging, of name: checkpoints in the last quarter of its steps.",
+    ),
     "output-exists": ("{path} exists and is not overwritten", "Give another folder with --output."),
     "disk-too-small": (
         "{folder} has {free_bytes:bytes} free and checkpoints will need {checkpoints} x {checkpoint_bytes:bytes} "

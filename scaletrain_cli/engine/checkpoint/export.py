@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -427,7 +429,7 @@ def export(
         for number, names in enumerate(files, start=1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors = {tensor: stored[tensor].joined(read, dtype) for tensor in names}
-            save_file(tensors, draft / name, metadata={"format": "pt"})  # required by transformers
+            _save(tensors, draft / name)
             place |= dict.fromkeys(tensors, name)
         parameters = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name not in exact)
         total_bytes = sum(torch.Size(shape).numel() * exact.get(name, dtype).itemsize for name, shape in shapes.items())
@@ -445,11 +447,21 @@ def export_adapter(
     saved = _open(checkpoint, AVERAGE if averaged else WEIGHT, spec.transformer)
     config, tensors = peft_files(spec, saved, base)
     with _draft_of(output) as draft:
-        save_file({name: values.contiguous() for name, values in tensors.items()}, draft / WEIGHTS, {"format": "pt"})
+        _save({name: values.contiguous() for name, values in tensors.items()}, draft / WEIGHTS)
         _write_text(draft, {CONFIG: _json(config)} | {n: each for n, each in text.files.items() if n != _GENERATION})
     parameters = sum(values.numel() for values in tensors.values())
     sizes = {"parameters": parameters, "bytes": sum(values.nbytes for values in tensors.values())}
     return {"path": str(output), **sizes, "model_type": f"PEFT adapter of {model_type}"}
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises OSError, which the library has in the text of an error of its own."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})  # required by transformers
+    except SafetensorError as error:
+        if (found := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(number := int(found[1]), os.strerror(number), str(path)) from error
 
 
 def _write_text(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -91,13 +91,6 @@ def generate(
     return tokens[given:]
 
 
-def without_images(logits: Tensor, image_token: int) -> Tensor:
-    """Set the logit of the image token to -inf in logits [..., vocabulary], and return them: an answer has no image."""
-    if image_token < logits.shape[-1]:
-        logits[..., image_token] = -math.inf
-    return logits
-
-
 _MOST_TOKENS = 64  # of an answer
 _MULTIPLE = 64  # of the positions computed at once, so that there are few shapes
 
@@ -178,6 +171,8 @@ class SampleAnswers:
 
 def _likeliest_after(place: int, image: int) -> Callable[[CausalLM, Tensor], Tensor]:
     def likeliest(language: CausalLM, hidden: Tensor) -> Tensor:
-        return without_images(language.logits(hidden[:, place : place + 1]), image).argmax(-1).flatten()
+        logits = language.logits(hidden[:, place : place + 1])
+        logits[..., image : image + 1] = -math.inf  # an answer has no image; its token may be none of the vocabulary
+        return logits.argmax(-1).flatten()
 
     return likeliest

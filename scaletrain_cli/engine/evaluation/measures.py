@@ -59,7 +59,7 @@ class MeanLoss:
         """Return the mean over all ranks, and begin again; None if no rank has counted a sample. Collective."""
         total, samples = sum_over(torch.zeros(2, dtype=torch.float64) if self._sums is None else self._sums, axis)
         self._sums = None
-        return rounded(float(total / samples)) if samples > 0 else None
+        return rounded(total / samples) if samples > 0 else None
 
 
 def sum_over(values: Tensor, axis: Axis) -> Tensor:
@@ -113,9 +113,9 @@ def slices_of(count: int, size: int) -> Iterator[slice]:
         yield slice(first, min(first + size, count))
 
 
-def rounded(value: float) -> float:
+def rounded(value: Tensor) -> float:
     """Return the value with nine digits: the order in which ranks are added up has no effect on them."""
-    return float(f"{value:.9g}")
+    return float(f"{float(value):.9g}")
 
 
 _TOP = (1, 5)
@@ -239,14 +239,14 @@ class MeanAveragePrecision(Measures):
             {
                 "class": _shown(self._names, number),
                 "samples": count,
-                "average_precision": rounded(float(value)) if count else None,
+                "average_precision": rounded(value) if count else None,
             }
             for number, (value, count) in enumerate(zip(values, counts, strict=True))
         ]
         with_positives = values[~values.isnan()]
         metrics = {}
         if len(with_positives):
-            metrics["mean_average_precision"] = rounded(float(with_positives.mean()))
+            metrics["mean_average_precision"] = rounded(with_positives.mean())
         return Figures(metrics, {"samples": samples, "classes": by_class})
 
 
@@ -294,16 +294,12 @@ class Errors(Measures):
         if counts[0] == 0:
             return None
         total = counts.sum()
-        metrics = {"mae": _value(absolute.sum() / total), "rmse": _value((squared.sum() / total).sqrt())}
+        metrics = {"mae": rounded(absolute.sum() / total), "rmse": rounded((squared.sum() / total).sqrt())}
         details: dict[str, object] = {"samples": int(counts[0])}
         if len(counts) > 1:
             each = zip(absolute / counts, (squared / counts).sqrt(), strict=True)
-            details["outputs"] = [{"mae": _value(mae), "rmse": _value(rmse)} for mae, rmse in each]
+            details["outputs"] = [{"mae": rounded(mae), "rmse": rounded(rmse)} for mae, rmse in each]
         return Figures(metrics, details)
-
-
-def _value(figure: Tensor) -> float:
-    return rounded(float(figure))
 
 
 RECALLS = (1, 5, 10)

@@ -1,5 +1,7 @@
+import errno
 import json
 import os
+import resource
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -125,7 +127,7 @@ def test_averaged_weights_are_exported_if_the_checkpoint_has_them(tmp_path: Path
     expected = {name: values + 1 for name, values in weights.items()}
     torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), expected, rtol=0, atol=0)
     without = [checkpoint_of(tmp_path / "step-00000002", weights)]
-    with pytest.raises(UsageError, match="has no averaged weights"):
+    with pytest.raises(UsageError, match=r"has no averaged weights\. A run has them with"):
         export(without, spec_of(LLAMA), tmp_path / "x", torch.float32, NO_TEXT, averaged=True)
 
 
@@ -153,6 +155,22 @@ def test_the_weights_of_an_export_are_on_the_disk_before_it_has_its_name(
     assert len([name for name in files if name.endswith(".safetensors")]) > 1
     assert files <= {*synced}
     assert synced[-1] == tmp_path.name
+
+
+def test_an_export_to_a_full_disk_ends_with_the_error_of_the_system(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk."""
+    folder, limits = (
+        checkpoint_of(tmp_path / "step-00000001", contents(LLAMA)),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            export([folder], spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (raised.value.errno, Path(raised.value.filename).name) == (errno.EFBIG, "model.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_failed_export_leaves_no_files_and_an_existing_folder_is_not_changed(tmp_path: Path) -> None:
