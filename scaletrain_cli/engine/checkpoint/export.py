@@ -48,7 +48,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, check_base_of, read_base, read_checkpoint
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import datasets_file, read_entries, recorded_folders
-from scaletrain_cli.safe_files import create_file, expand_home, make_folder, open_to_read, sync_folder
+from scaletrain_cli.safe_files import create_file, expand_home, make_folder, open_to_read
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 from scaletrain_cli.spec.hub_files import TOKENIZER_FILES
@@ -472,7 +472,10 @@ def _write_text(folder: Path, files: Mapping[str, bytes]) -> None:
 
 @contextmanager
 def _draft_of(output: Path) -> Generator[Path]:
-    """Yield a new folder that becomes ``output`` at the end, durably, or is deleted on an error. Raises UsageError."""
+    """Yield a new folder that becomes ``output`` once its files are on the disk, and is deleted on an error.
+
+    Raises UsageError.
+    """
     if output.exists():
         raise UsageError(Reason("engine.output-exists", {"path": str(output)}))
     draft = output.with_name(f".{output.name}.{os.urandom(8).hex()}.tmp")
@@ -484,7 +487,6 @@ def _draft_of(output: Path) -> Generator[Path]:
             with open_to_read(path) as file:
                 os.fsync(file.fileno())
         draft.rename(output)
-        sync_folder(output.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
