@@ -307,12 +307,10 @@ def _dataset_tokenizer(spec: RunSpec, runs_root: Path, run: RunDir | None) -> Pa
 
 def _converted_tokenizer(spec: RunSpec) -> bytes | None:
     """Return the tokenizer.json of a tokenizer of another library; None for another kind, or if it cannot be read."""
-    if spec.data.tokenizer.kind in ("bpe", "file"):
-        return None
-    try:
-        return tokenizer_content(spec.data.tokenizer).encode()
-    except (ScaletrainError, OSError):
-        return None
+    with contextlib.suppress(ScaletrainError, OSError):
+        if spec.data.tokenizer.kind not in ("bpe", "file"):
+            return tokenizer_content(spec.data.tokenizer).encode()
+    return None
 
 
 def _vocabulary(tokenizer: bytes) -> dict[str, int]:
