@@ -354,6 +354,8 @@ def _json(data: dict[str, Any]) -> bytes:
 
 LARGEST_FILE_BYTES = 5_000_000_000  # the file size limit of transformers
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# By an objective or a loss: what transformers makes of outputs, where it is not the softmax over classes.
+_PROBLEM_TYPES = {"regression": "regression", "bce": "multi_label_classification"}
 _NO_RANK = -1  # no rank: reads from all files
 
 
@@ -403,6 +405,8 @@ def export(
         config["text_config"] |= {name: number for name, number in text.ids.items() if number is not None}
     else:
         config |= text.ids
+    for name in _PROBLEM_TYPES.keys() & {spec.training.objective, spec.training.loss.name}:
+        config["problem_type"] = _PROBLEM_TYPES[name]
     if text.classes:  # of outputs beyond them, the names stay numbers
         config["id2label"] |= {str(number): name for number, name in enumerate(text.classes)}
         config["label2id"] = {name: int(number) for number, name in config["id2label"].items()}

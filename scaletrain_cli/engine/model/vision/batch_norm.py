@@ -86,9 +86,6 @@ class BatchNorm2d(ExactBuffers):
         y: Tensor = _Normalized.apply(x, weight, bias, settings)  # type: ignore[no-untyped-call]
         return y, Statistics(settings.mean, unbiased.float())
 
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.eps}, momentum={self.momentum}, ranks={self.axis.size}"
-
 
 class _Settings(NamedTuple):
     """The joint mean and biased variance [channels], fp32; the number of values per channel, a scalar."""

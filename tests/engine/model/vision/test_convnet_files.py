@@ -99,9 +99,21 @@ def test_an_exported_classifier_knows_the_names_of_the_classes(tmp_path: Path) -
     export([saved], run, tmp_path / "out", torch.float32, text)
     config: Any = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert config.id2label == {0: "cat", 1: "dog", 2: "LABEL_2", 3: "LABEL_3", 4: "LABEL_4"}
-    assert config.label2id["dog"] == 1
+    assert (config.label2id["dog"], config.problem_type) == (1, None)
     views = run.model_copy(update={"training": run.training.model_copy(update={"objective": "contrastive"})})
     assert text_files(views, tmp_path / "runs").classes == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [("training.loss=bce", "multi_label_classification"), ("training.objective=regression", "regression")],
+)
+def test_transformers_scores_the_outputs_of_an_export_as_the_loss_does(change: str, kind: str, tmp_path: Path) -> None:
+    given = load(SPEC, "model={family: resnet, hidden_sizes: [64], depths: [1]}", "data={source: images}", change)
+    run = given.model_copy(update={"model": spec_of(DIMS["basic"])})
+    saved = checkpoint_of(tmp_path / "step-00000001", dict(fresh(DIMS["basic"]).state_dict()))
+    export([saved], run, tmp_path / "out", torch.float32, NO_TEXT)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").problem_type == kind
 
 
 def test_statistics_are_exported_as_they_are_when_weights_are_rounded(tmp_path: Path) -> None:
