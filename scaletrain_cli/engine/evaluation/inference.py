@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,29 +19,27 @@ from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.base import CausalLM
+from scaletrain_cli.engine.model.loss import choose_cross_entropy
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.spec import LlavaSpec, ModelSpec
 
 
-class TokenLoss(NamedTuple):
-    """Mean loss per predicted token in nats, and the number of predicted tokens."""
-
-    mean: float
-    tokens: int
-
-
 def load_model(folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """Return the model with the weights of a Hugging Face folder, in evaluation mode."""
+    """Return the model with the weights of a Hugging Face folder, in evaluation mode.
+
+    Its losses are computed in chunks: the logits of a long sequence could take more memory than in training.
+    """
     model = outline(spec)
     materialize(model, HuggingFaceFolder(folder, outline(spec)), device, dtype)
+    choose_cross_entropy(model.lm_head, "chunked", 0.0, device)
     return model.eval()
 
 
 @torch.no_grad()
-def mean_loss(model: CausalLM, documents: Iterable[Sequence[int]], seq_len: int, device: torch.device) -> TokenLoss:
-    """Return the mean over all predicted tokens of all documents; long ones are cut into parts of ``seq_len`` tokens.
+def mean_loss(model: CausalLM, documents: Iterable[Sequence[int]], seq_len: int, device: torch.device) -> float:
+    """Return the mean over all predicted tokens of all documents, in nats; long ones are cut into parts of ``seq_len``.
 
     The last token of a part is the first input of the next one, so that every token but the first is predicted once.
     Raises ValueError if no token can be predicted.
@@ -55,7 +53,7 @@ def mean_loss(model: CausalLM, documents: Iterable[Sequence[int]], seq_len: int,
             count += part.shape[1] - 1
     if count == 0:
         raise ValueError("no document has two tokens")
-    return TokenLoss(total / count, count)
+    return total / count
 
 
 @torch.no_grad()

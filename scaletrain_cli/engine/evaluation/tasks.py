@@ -270,6 +270,6 @@ def _loss(task: LossTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Eva
     found = mean_loss(
         loaded.model(), (tokenizer.encode(text).ids for text in texts), loaded.spec.transformer.seq_len, loaded.device
     )
-    perplexity = math.exp(min(found.mean, 700.0))  # a finite number
-    metrics = {f"{task.name}/loss": found.mean, f"{task.name}/perplexity": perplexity}
+    perplexity = math.exp(min(found, 700.0))  # a finite number
+    metrics = {f"{task.name}/loss": found, f"{task.name}/perplexity": perplexity}
     return replace(evaluation, metrics={**evaluation.metrics, **metrics})

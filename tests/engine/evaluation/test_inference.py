@@ -1,12 +1,14 @@
 """Losses and greedy continuations of a model on one device are those of transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss
+from scaletrain_cli.plan.memory.activations import LOSS_CHUNK_TOKENS
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hugging_face import from_config
 from tests.model_sizes import model_sizes
@@ -48,10 +50,25 @@ def test_the_loss_of_documents_is_the_mean_over_all_predicted_tokens(weights: Pa
             logits = reference(part[:, :-1]).logits[0].float()
             total += torch.nn.functional.cross_entropy(logits, part[0, 1:], reduction="sum").item()
             count += part.shape[1] - 1
-    assert found.tokens == count == 4 + 39
-    assert found.mean == pytest.approx(total / count, rel=1e-6)
+    assert count == 4 + 39
+    assert found == pytest.approx(total / count, rel=1e-6)
     with pytest.raises(ValueError, match="no document has two tokens"):
         mean_loss(model, [[3], []], SEQ_LEN, CPU)
+
+
+def test_the_logits_of_a_long_document_are_never_in_memory_at_once(weights: Path) -> None:
+    model, tokens = load_model(weights, spec_of(weights), CPU, torch.float32), 2 * LOSS_CHUNK_TOKENS
+    sizes: list[int] = []
+    of_chunk = model.lm_head.token_loss
+
+    def counted(*arguments: Any) -> Any:
+        sizes.append(len(arguments[2]))
+        return of_chunk(*arguments)
+
+    model.lm_head.token_loss = counted
+    document = [number % 61 for number in range(tokens + 1)]
+    mean_loss(model, [document], tokens, CPU)
+    assert sizes == [LOSS_CHUNK_TOKENS] * 2
 
 
 def test_a_greedy_continuation_is_that_of_transformers_and_stops_at_the_end_token(weights: Path) -> None:
