@@ -42,7 +42,7 @@ def mean_loss(model: CausalLM, documents: Iterable[Sequence[int]], seq_len: int,
     """Return the mean over all predicted tokens of all documents, in nats; long ones are cut into parts of ``seq_len``.
 
     The last token of a part is the first input of the next one, so that every token but the first is predicted once.
-    Raises ValueError if no token can be predicted.
+    Raises ValueError if no token can be predicted, and for a loss that is not finite.
     """
     total, count = 0.0, 0
     one = torch.ones((), device=device)
@@ -53,6 +53,8 @@ def mean_loss(model: CausalLM, documents: Iterable[Sequence[int]], seq_len: int,
             count += part.shape[1] - 1
     if count == 0:
         raise ValueError("no document has two tokens")
+    if not math.isfinite(total):
+        raise ValueError(f"the loss is {total}")
     return total / count
 
 

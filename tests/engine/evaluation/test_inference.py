@@ -54,6 +54,9 @@ def test_the_loss_of_documents_is_the_mean_over_all_predicted_tokens(weights: Pa
     assert found == pytest.approx(total / count, rel=1e-6)
     with pytest.raises(ValueError, match="no document has two tokens"):
         mean_loss(model, [[3], []], SEQ_LEN, CPU)
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    with pytest.raises(ValueError, match="the loss is nan"):
+        mean_loss(model, documents, SEQ_LEN, CPU)
 
 
 def test_the_logits_of_a_long_document_are_never_in_memory_at_once(weights: Path) -> None:
