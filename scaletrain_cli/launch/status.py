@@ -398,18 +398,18 @@ def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
     null there, and absent here.
     """
     newest: dict[str, Any] = {}
-    validation: dict[str, Any] = {}
+    validation: dict[str, Any] | None = None
     for count, document in enumerate(read_lines_backwards(run.metrics)):
         line = {key: value for key, value in document.items() if type(value) in (int, float)}
         if type(document.get("step", 0)) is not int:
             continue
-        if "loss" in line or ("loss" in document and document["loss"] is None):
+        if "loss" in line or document.get("loss", "") is None:
             newest = newest or line
-        if "validation_loss" in line:
-            validation = validation or {key: value for key, value in line.items() if key.startswith("validation_")}
-        if (newest and (validation or not evaluates)) or count > _LINES_SEARCHED:
+        if validation is None and ("validation_loss" in line or document.get("validation_loss", "") is None):
+            validation = {key: value for key, value in line.items() if key.startswith("validation_")}
+        if (newest and (validation is not None or not evaluates)) or count > _LINES_SEARCHED:
             break
-    return {**newest, **validation}
+    return {**newest, **(validation or {})}
 
 
 def idle_notice(run: RunDir, now: float) -> Reason | None:

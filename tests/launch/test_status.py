@@ -221,6 +221,9 @@ def test_a_loss_that_is_not_finite_is_null_and_not_the_one_before(made: MadeRun)
     append_line(made.run.metrics, {"step": 5, "loss": None, "grad_norm": 1.5})
     found = status(made, "running")
     assert (found.step, found.loss, found.grad_norm) == (5, None, 1.5)
+    append_line(made.run.metrics, {"step": 4, "validation_loss": 2.0})
+    append_line(made.run.metrics, {"step": 8, "validation_loss": None})
+    assert status(made, "running").validation_loss is None
 
 
 def test_lines_of_another_form_are_left_out(made: MadeRun) -> None:
