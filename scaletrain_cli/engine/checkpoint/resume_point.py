@@ -308,8 +308,11 @@ def _resume_point(
         step=step,
         evaluated=bool(lines) and lines[-1]["step"] == step and "validation_loss" in lines[-1],
         validations=[
-            # null: was not finite, and counts as a value without an improvement, as it did then
-            {key: math.nan if line[key] is None else line[key] for key in line if key.startswith(PREFIX)}
+            {
+                key: math.nan if value is None else value  # null was not finite, and counts as it did then
+                for key, value in line.items()
+                if key.startswith(PREFIX) and isinstance(value, int | float | None)
+            }
             for line in lines
             if "validation_loss" in line and spec.evaluates_after(line["step"])
         ],

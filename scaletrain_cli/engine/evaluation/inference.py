@@ -27,10 +27,7 @@ from scaletrain_cli.spec import LlavaSpec, ModelSpec
 
 
 def load_model(folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """Return the model with the weights of a Hugging Face folder, in evaluation mode.
-
-    Its losses are computed in chunks: the logits of a long sequence could take more memory than in training.
-    """
+    """Return the model of a Hugging Face folder, in evaluation mode; its losses never need all logits in memory."""
     model = outline(spec)
     materialize(model, HuggingFaceFolder(folder, outline(spec)), device, dtype)
     choose_cross_entropy(model.lm_head, "chunked", 0.0, device)

@@ -97,9 +97,10 @@ def test_the_evaluation_at_the_former_end_of_a_longer_run_does_not_count_for_ear
 def test_a_validation_loss_that_was_not_finite_counts_for_early_stopping_after_a_resume(run: RunDir) -> None:
     commit(run, 20)
     for step, loss in ((10, 3.0), (20, None)):
-        append_line(run.metrics, {"step": step, "validation_loss": loss})
-    losses = [validation["validation_loss"] for validation in beginning(run).validations]
-    assert (losses[0], math.isnan(losses[1])) == (3.0, True)
+        append_line(run.metrics, {"step": step, "validation_loss": loss, "validation_top1": "damaged"})
+    first, second = beginning(run).validations
+    assert (first, second.keys()) == ({"validation_loss": 3.0}, {"validation_loss"})
+    assert math.isnan(second["validation_loss"])
 
 
 def test_steps_are_lost_once_even_if_the_next_attempt_logs_none(run: RunDir) -> None:
