@@ -119,7 +119,6 @@ def read_results(name: str, data: dict[str, Any]) -> Results:
 
 
 logger = logging.getLogger(__name__)
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def evaluate_checkpoint(rank: Rank) -> ExitCode:
@@ -187,6 +186,8 @@ def copy_weights(run: RunDir, record: RunRecord, step: int, output: Path) -> Non
 
     Raises UsageError if the checkpoint is missing or damaged.
     """
+    for draft in output.parent.glob(f".{output.name}.*.tmp"):  # of an attempt that was killed while it wrote
+        shutil.rmtree(draft, ignore_errors=True)
     path = checkpoint_path(checkpoint_folder(run, record.spec), step)
     checkpoint = read_checkpoint(path)
     problems = verify(checkpoint) if isinstance(checkpoint, Checkpoint) else [str(checkpoint)]
@@ -252,7 +253,7 @@ def _run_task(
         return replace(evaluation, generations=generations)
     loaded.release()
     output = own.path / "lm-eval" / task.name
-    device, dtype = "cpu" if loaded.device.type == "cpu" else "cuda:0", _DTYPES[loaded.dtype]
+    device, dtype = "cpu" if loaded.device.type == "cpu" else "cuda:0", str(loaded.dtype).removeprefix("torch.")
     log = own.path / f"lm-eval-{task.name}.log"
     found = run_lm_eval(task, loaded.folder, output, device, dtype, log, loaded.stopped)
     return replace(

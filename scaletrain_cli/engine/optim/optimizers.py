@@ -140,8 +140,7 @@ def build_optimizer(
 
 def _sgd(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
     momentum = settings.momentum if settings.name == "momentum" else 0.0
-    decay = settings.weight_decay
-    return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, weight_decay=decay, fused=fused or None)
+    return torch.optim.SGD(groups, settings.lr, momentum, weight_decay=settings.weight_decay, fused=fused or None)
 
 
 # By ``training.optimizer.name``: parameter groups, settings, and whether to use torch's fused kernel.
