@@ -4,6 +4,10 @@ from scaletrain_cli.reasons import Texts
 
 TEXTS: Texts = {
     # ---- the connection --------------------------------------------------------------------------------------------
+    "no-ssh": (
+        "this machine has no ssh client to reach {host} with",
+        "Install one (openssh-client on Debian and Ubuntu, openssh-clients on Red Hat), or add its folder to PATH",
+    ),
     "unreachable": (
         "ssh to {host} failed: {said}",
         "Try `ssh {host}` in a terminal; ~/.ssh/config sets user, port and key",

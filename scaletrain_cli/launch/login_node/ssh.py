@@ -81,7 +81,7 @@ def run_interactively(node: LoginNode, script: str, *, of_command: bool = False)
     command, and may be any. Otherwise raises SchedulerSilentError if the connection failed or was cut, so that it is
     not known what the script did, and SchedulerError if ScaleTrain is not installed there.
     """
-    terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     code = subprocess.run(command_of(node, script, "-t" if terminal else "-T")).returncode
     if of_command:
         return code if code >= 0 else 128 - code
@@ -115,19 +115,27 @@ def not_installed(node: LoginNode) -> SchedulerError:
 
 
 def command_of(node: LoginNode, script: str, terminal: str) -> list[str]:
-    # sh, since the login shell of the user may be another one.
-    return ["ssh", terminal, *_ALIVE, *_sharing(node), "--", node.ssh, f"exec sh -c {shlex.quote(script)}"]
+    # The login shell of the user may be csh, which takes neither a line end nor ! within quotes.
+    letters = base64.b64encode(os.fsencode(script)).decode()
+    there = f"exec sh -c 'eval \"$(echo {letters} | base64 -d || echo exit 126)\"'"
+    return ["ssh", terminal, *_ALIVE, *_sharing(node), "--", node.ssh, there]
 
 
 @functools.cache
 def _sharing(node: LoginNode) -> list[str]:
-    """Return the options that share one connection; none if the user's configuration names a path for it."""
-    shown = subprocess.run(["ssh", "-G", "--", node.ssh], capture_output=True, text=True)
+    """Return the options that share one connection; none if the user's configuration names a path for it.
+
+    Raises UsageError without an ssh client.
+    """
+    try:
+        shown = subprocess.run(["ssh", "-G", "--", node.ssh], capture_output=True, text=True, errors="replace")
+    except FileNotFoundError as error:
+        raise UsageError(Reason("login_node.no-ssh", {"host": node.ssh})) from error
     settings = dict(line.split(" ", 1) for line in shown.stdout.splitlines() if " " in line)
     folder = _socket_folder()
     if settings.get("controlpath", "none") != "none" or folder is None:
         return []
-    control = ("ControlMaster=auto", f"ControlPersist={_SHARED_FOR_SECONDS}", f"ControlPath={folder}/%C")
+    control = ("ControlMaster=auto", f"ControlPersist={_SHARED_FOR_SECONDS}", f'ControlPath="{folder}/%C"')
     return [word for setting in control for word in ("-o", setting)]
 
 
@@ -136,7 +144,8 @@ def _socket_folder() -> Path | None:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or str(expand_home("~/.cache"))
     folder = Path(runtime, "scaletrain-ssh") if runtime else Path(cache, "scaletrain", "ssh")
-    if len(os.fsencode(folder)) + 1 + _SOCKET_NAME > _LONGEST_SOCKET or "%" in str(folder) or not folder.is_absolute():
+    is_long = len(os.fsencode(folder)) + 1 + _SOCKET_NAME > _LONGEST_SOCKET
+    if is_long or {"%", '"'} & set(str(folder)) or not folder.is_absolute():
         return None
     try:
         make_folder(folder.parent)
