@@ -51,11 +51,12 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _open_streams() -> None:
-    """Make stdout and stderr usable: open where the caller closed them, and able to write any character."""
-    while sys.stdout is None or sys.stderr is None:
+    """Make the streams usable: open where the caller closed them, and able to write any character."""
+    while None in (sys.stdin, sys.stdout, sys.stderr):
         number = os.open(os.devnull, os.O_RDWR)  # the lowest free number, or a run's file would get it
         if number > 2:
             os.close(number)
+            sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
             sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
             sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):

@@ -84,8 +84,7 @@ def show_view(
     standard output (1) and errors (2). ``words``: with PAGE_WORD for the path of a file that it writes. ``say``
     gets lines of progress. Raises NotReachableError, and SchedulerError if the connection was lost later.
     """
-    streams: tuple[Any, ...] = (sys.stdin, sys.stdout, sys.stderr)
-    terminal = outputs is None and all(stream is not None and stream.isatty() for stream in streams)
+    terminal = outputs is None and all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     known = KnownRun(run, events_to_send(run))
     size = list(terminal_size()) if terminal else None
     # For the verb there: colors, the type of the terminal, and the local time of this machine.

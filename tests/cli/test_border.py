@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -21,6 +22,15 @@ def test_a_closed_stdout_prints_no_error() -> None:
     line = f"{sys.executable} -m scaletrain_cli schema | head -n 1"
     done = subprocess.run(["bash", "-c", line], cwd=PROJECT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+def test_without_stdin_a_spec_on_it_is_refused_and_nothing_is_asked() -> None:
+    prepare("finished", "mine")
+    for words, said in (["validate", "-"], "a run spec is a mapping"), (["rm", "mine"], "without a terminal"):
+        line = shlex.join([*COMMAND, *words]) + " <&-"
+        done = subprocess.run(["bash", "-c", line], cwd=PROJECT, capture_output=True, text=True)
+        assert done.returncode == ExitCode.USAGE
+        assert said in done.stderr
 
 
 def test_a_bug_is_one_message_with_the_traceback_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
