@@ -101,7 +101,9 @@ def fetch(
     request = {"uses": [dataclasses.asdict(use) for use in uses], "commits": dict(commits), "parent_pid": os.getpid()}
     command = python_command("scaletrain_cli.launch.hub_fetch")
     variables = absolute_paths({**environment, "HF_HUB_DISABLE_TELEMETRY": "1"})
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables) as process:
+    pipe = subprocess.PIPE
+    # A session of its own: Ctrl-C is for this process, which then ends that one.
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=variables, start_new_session=True) as process:
         try:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended already; its exit code is reported

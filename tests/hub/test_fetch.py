@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scaletrain_cli.hub import client
@@ -122,6 +123,20 @@ def test_a_killed_fetch_continues_in_the_next_one(hub: Hub) -> None:
     last = hub.downloads("model.safetensors")[-1]
     assert (last.range, last.sent) == (f"bytes={there}-", size - there)
     assert done.received_bytes <= size - there + len("{}")
+
+
+def test_ctrl_c_does_not_reach_the_process_that_fetches_which_its_caller_ends(commit: str) -> None:
+    others, sessions = set(psutil.Process().children()), set[int]()
+
+    def is_stopped() -> bool:
+        sessions.update(os.getsid(child.pid) for child in set(psutil.Process().children()) - others)
+        return True
+
+    with pytest.raises(FetchStopped):
+        fetch([WEIGHTS], {WEIGHTS.text: commit}, os.environ, is_stopped=is_stopped)
+    assert len(sessions) == 1
+    assert os.getsid(0) not in sessions
+    assert set(psutil.Process().children()) <= others
 
 
 def test_a_server_without_ranges_sends_the_file_again(hub: Hub, commit: str) -> None:
