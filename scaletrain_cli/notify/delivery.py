@@ -123,8 +123,9 @@ def _post(message: dict[str, Any], receiver: NotifySpec, environment: Mapping[st
         ),  # a header is ASCII on one line
     }
     request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
+    opener = urllib.request.build_opener(_NoRedirect, _proxies(request.host, environment))
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=REQUEST_SECONDS):
+        with opener.open(request, timeout=REQUEST_SECONDS):
             return Delivery()
     except urllib.error.HTTPError as error:
         error.close()
@@ -136,6 +137,14 @@ def _post(message: dict[str, Any], receiver: NotifySpec, environment: Mapping[st
         return Delivery(f"no answer within {REQUEST_SECONDS:.0f} s")
     except http.client.HTTPException as error:
         return Delivery(f"the answer is not HTTP: {type(error).__name__}")
+
+
+def _proxies(host: str, environment: Mapping[str, str]) -> urllib.request.ProxyHandler:
+    """Return the proxies for a host by the variables of the run, of which one with a password may be in secret_env."""
+    named = sorted((name, url) for name, url in environment.items() if url and name.lower().endswith("_proxy"))
+    proxies = {name.lower().removesuffix("_proxy"): url for name, url in named}  # small letters are last, and count
+    is_excepted = urllib.request.proxy_bypass_environment(host, proxies)  # type: ignore[attr-defined]  # by no_proxy
+    return urllib.request.ProxyHandler({} if is_excepted else proxies)
 
 
 def _retry_after(value: str | None) -> float | None:

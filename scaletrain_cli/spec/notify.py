@@ -87,7 +87,9 @@ def url_problem(url: str) -> str:
     """Return why a text is not the URL of a webhook; empty if it is one."""
     try:
         parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        host = parts.hostname if parts.username is None else None  # the HTTP library knows no names of users
+        known = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
     except ValueError:
         known = False
-    return "" if known and url.isprintable() and " " not in url else "not a URL that begins with https:// or http://"
+    known = known and url.isprintable() and " " not in url
+    return "" if known else "not a URL that begins with https://HOST or http://HOST"

@@ -85,6 +85,19 @@ def test_slack_gets_text_and_blocks_once_and_the_url_is_in_no_file(hook: MakeHoo
     assert b"opaque-part" not in written
 
 
+@pytest.mark.parametrize(("exception", "count"), [("", 0), ("127.0.0.1", 1)])
+def test_a_proxy_in_the_environment_of_the_run_is_used(
+    hook: MakeHook, exception: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server, proxy = hook(), hook()
+    environment = {"HOOK": server.url, "HTTP_PROXY": "http://[", "http_proxy": proxy.url, "NO_PROXY": exception}
+    notice = Notice("1", "failed", "critical", "it failed", 0.0, {})
+    assert delivery.deliver(notice, HOOK, delivery.Origin("a", "a", "/a"), environment) == delivery.Delivery()
+    assert (len(server.received), len(proxy.received)) == (count, 1 - count)
+
+
 @pytest.mark.parametrize("name", ["模型-7b", "run-🙂", "two\nlines"])
 def test_a_run_of_any_name_is_announced(hook: MakeHook, name: str) -> None:
     server = hook()

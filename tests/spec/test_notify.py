@@ -54,6 +54,7 @@ def test_a_program_of_the_user_may_record_events_of_its_own() -> None:
     [
         *(("https://hooks.example/x", True), ("http://127.0.0.1:8000/", True), ("file:///etc/passwd", False)),
         *(("https://", False), ("https://a b/", False), ("https://a:99999/", False), ("https://a/\n", False)),
+        ("https://ada:horse@hooks.example/x", False),  # the HTTP library takes what follows the colon for a port
     ],
 )
 def test_only_web_addresses_are_urls(url: str, is_one: bool) -> None:
