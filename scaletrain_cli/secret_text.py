@@ -52,16 +52,21 @@ TOKEN_FORMS = {
 }
 _OTHER_FORMS = {
     "a private key": r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY([\s\S]{0,20000}?-----END [A-Z0-9 ]*PRIVATE KEY)?",
-    "an authorization header": r"(?i:\bbearer\s+[A-Za-z0-9._~+/-]{16,})",
+    "an authorization header": (
+        r"(?i:\bbearer\s+[A-Za-z0-9._~+/-]{16,}"
+        r"|authorization['\"]?\s*[=:]\s*['\"]?(basic|token|apikey)\s+[A-Za-z0-9._~+/=-]{8,})"
+    ),
     "a password beside its name": (
         rf"(?i:{_BEFORE}(password|passwd|pwd|(api|access|secret|private|account)[_-]?key|auth[_-]?token)"
-        r"\s*[=:]\s*[^\s,;'\"/]{6,})"
+        r"['\"]?\s*[=:]\s*['\"]?[^\s,;'\"/]{6,}[^\s,;'\"]*)"
     ),
     "a signature in a URL": (
         r"(?i:[?&](sig|signature|x-(amz|goog)-(signature|credential|security-token)|awsaccesskeyid|token|access[_-]?token)"
         r"=[^&\s]{4,})"
     ),
-    "a password in a URL": r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@$]{1,}@",
+    "a password in a URL": (
+        r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@$]{1,}@|https?://(?=[\w-]*\d)[\w-]{20,}@"  # or a token in its place
+    ),
 }
 # A key as a file has it, not the marker alone, which code that reads keys contains.
 _KEY_BLOCK = re.compile(

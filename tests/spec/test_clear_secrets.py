@@ -2,6 +2,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import string
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -166,6 +167,23 @@ def test_a_url_of_data_with_any_query_is_rejected_and_not_shown() -> None:
 def test_the_whole_of_a_private_key_is_hidden_in_a_text() -> None:
     key = f"-----BEGIN RSA PRIVATE KEY-----\n{drawn(64)}\n{drawn(40)}\n-----END RSA PRIVATE KEY-----"
     assert hide_values(f"before {key} after", ()) == "before (not shown)----- after"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"api_key": "SECRET"}', "{'password': 'SECRET'}", "secret_key='SECRET'", "aws_secret_access_key = SECRET"),
+        *(
+            "Authorization: Basic SECRET=",
+            "{'Authorization': 'token SECRET'}",
+            "fetch https://SECRET@git.example.org/a",
+        ),
+    ],
+)
+def test_a_secret_that_an_error_of_a_library_quotes_is_hidden(text: str) -> None:
+    for secret in (drawn(40), f"{drawn(15)}/{drawn(16)}/{drawn(8)}"):
+        if "/" not in secret or "access_key" in text:
+            assert not set(secret.split("/")) & set(re.split(r"\W", hide_values(text.replace("SECRET", secret), ())))
 
 
 def test_a_secret_in_an_invalid_override_is_not_shown() -> None:
