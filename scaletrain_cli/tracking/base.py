@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StringConstraints
 
 # How an attempt ended: the last step was trained; it will be resumed; it failed.
 Outcome = Literal["finished", "preempted", "failed"]
@@ -75,6 +75,7 @@ class TrackedRun:
     figures: Callable[[], RunFigures | None] = lambda: None
 
 
+OptionText = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00]*$")]
 Options = TypeVar("Options", bound=TrackerOptions)
 
 

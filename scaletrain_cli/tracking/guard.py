@@ -121,13 +121,14 @@ class GuardedTracker:
         while not self._off.is_set():
             last_try = self._wake.is_set()
             try:
+                doing = "log"
+                missed = self._files.metrics() if first else ()  # an error of the file system starts no tracker
                 doing = "start"
                 tracker = self._started(position)
                 doing = "log"
-                if first:
-                    for line in self._files.metrics():
-                        self._send(tracker, line, position)
-                    first = False
+                for line in missed:
+                    self._send(tracker, line, position)
+                first = False
                 for path in self._files.artifacts:
                     if path.name not in position.artifacts and path.is_file():
                         tracker.artifact(path)
@@ -202,16 +203,16 @@ class GuardedTracker:
 
     def _send_events(self, tracker: Tracker[Any], position: _Position) -> None:
         """Log the events recorded since the last call; an incomplete line is left for the next call."""
-        with contextlib.suppress(FileNotFoundError), open_to_read(self._files.events) as file:
+        lines: list[bytes] = []
+        with contextlib.suppress(OSError), open_to_read(self._files.events) as file:  # else they are read next time
             file.seek(position.events_bytes)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                with contextlib.suppress(ValueError):
-                    event = json.loads(line)
-                    details = {key: value for key, value in event.items() if key not in ("event", "time")}
-                    tracker.event(str(event["event"]), details, float(event.get("time") or 0.0))
-                position.events_bytes += len(line)
+            lines = [line for line in file if line.endswith(b"\n")]
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                details = {key: value for key, value in event.items() if key not in ("event", "time")}
+                tracker.event(str(event["event"]), details, float(event.get("time") or 0.0))
+            position.events_bytes += len(line)
 
     def _read_position(self) -> _Position:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):

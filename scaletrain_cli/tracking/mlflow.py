@@ -8,25 +8,24 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
-from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
+from scaletrain_cli.tracking.base import OptionText, Outcome, TrackedRun, Tracker, TrackerOptions
 
 _TAG = "scaletrain.tracking_id"
 _VALUE_CHARACTERS = 500  # the minimum over server versions of the maximum length of a parameter
 _PARAMETERS = 100  # per request
 # SCHEDULED: a later attempt continues the run.
 _STATUS = {"finished": "FINISHED", "preempted": "SCHEDULED", "failed": "FAILED"}
-_Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class MlflowOptions(TrackerOptions):
     """MLflow options. Without ``uri`` the variable MLFLOW_TRACKING_URI is used, else a file in the run directory."""
 
-    experiment: _Text = "scaletrain"
-    uri: _Text | None = Field(default=None, description="a server (https://...) or a database (sqlite:////path)")
+    experiment: OptionText = "scaletrain"
+    uri: OptionText | None = Field(default=None, description="a server (https://...) or a database (sqlite:////path)")
 
 
 class MlflowTracker(Tracker[MlflowOptions]):
@@ -81,9 +80,13 @@ class MlflowTracker(Tracker[MlflowOptions]):
 
     def _experiment(self, artifacts: str | None) -> str:
         found = self._client.get_experiment_by_name(self.options.experiment)
-        if found is not None:
-            return str(found.experiment_id)
-        return str(self._client.create_experiment(self.options.experiment, artifact_location=artifacts))
+        if found is None:
+            try:
+                return str(self._client.create_experiment(self.options.experiment, artifact_location=artifacts))
+            except Exception:  # of MLflow: another run, such as one of a sweep, may have created it meanwhile
+                if (found := self._client.get_experiment_by_name(self.options.experiment)) is None:
+                    raise
+        return str(found.experiment_id)
 
 
 def _holds_a_run(database: Path) -> bool:

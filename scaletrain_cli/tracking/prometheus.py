@@ -15,10 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from scaletrain_cli.safe_files import expand_home, make_folder, replace_file
-from scaletrain_cli.tracking.base import Outcome, RunFigures, TrackedRun, Tracker, TrackerOptions
+from scaletrain_cli.tracking.base import OptionText, Outcome, RunFigures, TrackedRun, Tracker, TrackerOptions
 
 CLASSIC = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -28,7 +28,6 @@ _FIGURES_SECONDS, _LONGEST_FIGURES_SECONDS, _FIGURES_SHARE = 60.0, 1800.0, 0.001
 _ANSWER_SECONDS = 1.0  # for which requests get the same text
 _PREFIX = "scaletrain_"
 
-_Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00]*$")]
 Kind = Literal["gauge", "counter", "info"]
 _ENDINGS: Mapping[Kind, str] = {"gauge": "", "counter": "_total", "info": "_info"}
 
@@ -36,13 +35,13 @@ _ENDINGS: Mapping[Kind, str] = {"gauge": "", "counter": "_total", "info": "_info
 class PrometheusOptions(TrackerOptions):
     """Prometheus. ``textfile: auto`` is ``prometheus/`` in the run directory, ``none`` writes no file."""
 
-    textfile: _Text = Field(
+    textfile: OptionText = Field(
         default="auto", description="folder for NAME.prom, as --collector.textfile.directory of node_exporter"
     )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         default=None, description="port of /metrics on the node of rank 0; null: none"
     )
-    address: _Text = Field(default="127.0.0.1", description="address that the port is bound to; 0.0.0.0: all")
+    address: OptionText = Field(default="127.0.0.1", description="address that the port is bound to; 0.0.0.0: all")
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,24 @@ import time
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field
 
 from scaletrain_cli.safe_files import expand_home, make_folder, open_new
-from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
+from scaletrain_cli.tracking.base import OptionText, Outcome, TrackedRun, Tracker, TrackerOptions
 
 _NUMBER = re.compile(r"events\.out\.tfevents\.(\d+)\.")
+
+
+def _local(folder: str) -> str:
+    if "://" in folder:
+        raise ValueError("must be a folder: event files are not written to a store")
+    return folder
 
 
 class TensorboardOptions(TrackerOptions):
     """TensorBoard event files. ``dir: auto`` is ``tensorboard/`` in the run directory."""
 
-    dir: Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00]*$")] = Field(
+    dir: Annotated[OptionText, AfterValidator(_local)] = Field(
         default="auto", description="folder in which a folder named after the run is made"
     )
 

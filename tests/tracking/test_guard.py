@@ -1,3 +1,4 @@
+import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -173,6 +174,41 @@ def test_a_tracker_that_fails_is_reported_once_tried_again_and_misses_nothing(tm
         ("tracker-on", "tracking.on"),
     ]
     assert one.reports[0][1].params["message"] == "ConnectionError: no route to host"
+
+
+def test_a_file_system_that_fails_for_a_moment_turns_no_tracker_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append_line(tmp_path / "events.jsonl", {"time": 1.0, "event": "started"})
+    read, errors = guard.open_to_read, [OSError(errno.ESTALE, "Stale file handle")] * 2
+
+    def open_to_read(path: Path) -> Any:
+        if path.name == "events.jsonl" and errors:
+            raise errors.pop()
+        return read(path)
+
+    monkeypatch.setattr(guard, "open_to_read", open_to_read)
+    one = Attempt(tmp_path, recorder, [])
+    wait_until(lambda: ("event", "started", {}) in Recorder.calls, "the event has arrived")
+    one.trackers.finish("preempted")
+    assert (one.reports, errors) == ([], [])
+
+
+def test_metrics_that_cannot_be_read_leave_no_tracker_open(tmp_path: Path) -> None:
+    """One that has a port would keep it from those after it."""
+
+    class ReadLater(list[dict[str, Any]]):
+        errors: ClassVar = [OSError(errno.ESTALE, "Stale file handle")]
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            if self.errors:
+                raise self.errors.pop()
+            return super().__iter__()
+
+    one = Attempt(tmp_path, recorder, ReadLater([{"step": 1, "loss": 1.0}]))
+    wait_until(lambda: steps() == [1], "the step has arrived")
+    one.trackers.finish("preempted")
+    assert [call[0] for call in Recorder.calls] == ["start", "finish"]
 
 
 def missing() -> Tracker[Any]:

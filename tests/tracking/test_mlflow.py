@@ -2,12 +2,16 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import types
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import scaletrain_cli
+from scaletrain_cli.tracking.base import TrackedRun
+from scaletrain_cli.tracking.mlflow import MlflowOptions, MlflowTracker
 
 PROGRAM = """
 import os, sys, tempfile
@@ -56,3 +60,36 @@ def test_a_database_whose_creation_was_killed_is_created_again(tmp_path: Path) -
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
     assert not [name for name in tables if name.startswith("_alembic_tmp")]
     assert [path.name for path in run.glob("mlflow.db*")] == ["mlflow.db"]
+
+
+class Server:
+    """A client of a server on which another run creates the experiment just before this one."""
+
+    def __init__(self, tracking_uri: str) -> None:
+        self.experiments: dict[str, Any] = {}
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return self.experiments.get(name)
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> str:
+        self.experiments[name] = types.SimpleNamespace(experiment_id="7")
+        raise RuntimeError(f"RESOURCE_ALREADY_EXISTS: Experiment {name} already exists.")
+
+    def search_runs(self, experiments: list[str], filter_string: str) -> list[Any]:
+        assert experiments == ["7"]
+        return []
+
+    def create_run(self, experiment: str, **_: object) -> Any:
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"run in {experiment}"))
+
+    def log_batch(self, run: str, **_: object) -> None:
+        assert run == "run in 7"
+
+
+def test_runs_that_create_the_same_experiment_at_a_time_are_all_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=Server))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", types.SimpleNamespace(Param=lambda key, value: (key, value)))
+    tracker = MlflowTracker(MlflowOptions(uri="https://mlflow.example.org"))
+    assert tracker.start(TrackedRun("a-1", "abcdefgh", tmp_path, {"training": {"steps": 4}}, 1)) == {}

@@ -54,6 +54,7 @@ def test_the_record_of_an_earlier_version_has_no_tracker_on() -> None:
         ("tracking: {wandb: {project: a/b}}\n", "project = a/b: must match the pattern ^["),
         ("tracking: {wandb: {entity: a/b}}\n", "entity = a/b: must match the pattern ^["),
         ("tracking: [wandb, wandb]\n", "must name each tracker once, not wandb twice"),
+        ("tracking: {tensorboard: {dir: 's3://b/a'}}\n", "dir = s3://b/a: must be a folder: event files are not"),
         ("tracking: [3]\n", "must be a list of trackers, each a name, `name: {option: value}`"),
         ("tracking: {wandb: 3}\n", "tracking.wandb = 3: must be a section"),
         ("tracking: {plugins: {}}\n", "tracking.plugins: unknown key"),
