@@ -37,6 +37,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.safe_files import locked
 
+_EXISTS = "local.supervisor-exists"
 logger = logging.getLogger(__name__)
 
 
@@ -59,15 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             job = Supervision(run, read_record(run), LocalBackend.name, str(os.getpid()), options.engine)
             return job.run_to_end()
     except ScaletrainError as error:
-        logger.error("%s", error)
-        return error.exit_code
+        if error.reason is not None and error.reason.code == _EXISTS:  # which records the end
+            logger.error("%s", error)
+            return error.exit_code
+        said, code = str(error), error.exit_code
     except OSError as error:
         said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        reason = Reason(SUPERVISOR_FAILED, {"error": said})
-        with contextlib.suppress(OSError):
-            record_event(run, "stopped", exit_code=int(ExitCode.CRASHED), why=str(reason), **reason.to_document())
-        logger.error("%s", reason)
-        return ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
+        code = ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
+    reason = Reason(SUPERVISOR_FAILED, {"error": said.rstrip(".")})
+    with contextlib.suppress(OSError):
+        record_event(run, "stopped", exit_code=int(code), why=str(reason), **reason.to_document())
+    logger.error("%s", reason)
+    return code
 
 
 @contextlib.contextmanager
@@ -75,7 +79,7 @@ def supervisor_lock(run: RunDir) -> Iterator[None]:
     """Hold the lock that allows one supervisor per run. Raises SchedulerError if another process holds it."""
     with locked(run.path / "supervisor.lock", wait_seconds=0) as alone:
         if not alone:
-            raise SchedulerError(Reason("local.supervisor-exists", {"run": run.run_id}))
+            raise SchedulerError(Reason(_EXISTS, {"run": run.run_id}))
         yield
 
 

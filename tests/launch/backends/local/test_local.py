@@ -310,6 +310,19 @@ def test_a_resume_that_cannot_begin_fails_with_the_reason_that_status_shows(subm
     assert run_status(made.run, LOCAL).state == "finished"
 
 
+def test_a_supervisor_that_cannot_read_its_run_any_more_records_why(make_run: MakeRun) -> None:
+    made = make_run(*ONE_RANK)
+    attempt = made.run.attempt(1) / "attempt.json"
+    attempt.parent.mkdir(parents=True)
+    attempt.write_text('{"number": "one"}')
+    ended = subprocess.run(supervisor_command(made.run, ENGINE), capture_output=True, text=True)
+    assert ended.returncode == 2
+    (stopped,) = made.events("stopped")
+    assert (stopped["code"], stopped["exit_code"]) == ("local.supervisor-failed", 2)
+    assert str(attempt) in stopped["why"]
+    assert "cannot continue" in LOCAL.job(made.run, made.record).detail
+
+
 def test_cancel_signals_no_process_that_was_not_started_for_the_run(make_run: MakeRun) -> None:
     """Other users who can write to the run directory could name any process of the user who cancels."""
     made = make_run(*ONE_RANK)
