@@ -85,9 +85,12 @@ def restarts(case: Case) -> Iterator[Finding]:
 
 @check()
 def hangs(case: Case) -> Iterator[Finding]:
-    """Yield a warning with the latest hang, as the launcher found it from the ranks of all nodes."""
-    *_, last = [None, *case.events_named("hang")]
-    if last is not None and "code" in last:
+    """Yield a warning with the latest hang, as the launcher found it from the ranks of all nodes.
+
+    Until an attempt trains again: `explain` tells how earlier ones ended, and a receiver would be reminded for ever.
+    """
+    *_, last = [None, *case.events_named("hang", "started", "resumed")]
+    if last is not None and last["event"] == "hang" and "code" in last:
         why = Reason("diagnosis.hung", {"attempt": last["attempt"], "hang": reason_from(last)})
         yield Finding(why, "warning", "high", (case.cause("diagnosis.cause-hung-rank", attempt=last["attempt"]),))
 
