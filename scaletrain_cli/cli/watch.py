@@ -45,36 +45,18 @@ def command(
             from scaletrain_cli.ui.watch.pages import show_overview
 
             show_overview(view)
-    elif as_json:
-        _follow_as_json(found)
-    elif is_capable():
+    elif is_capable() and not as_json:
         from scaletrain_cli.launch.view import Reading
         from scaletrain_cli.ui.watch.screen import DRAW_SECONDS, watch_screen
 
         with Reading(found, DRAW_SECONDS) as reading:
             watch_screen(reading, lambda view: switch_if_reachable(view.status))
     else:
-        _follow(found)
+        _follow(found, as_json)
 
 
-def _follow_as_json(run: RunDir) -> None:
-    """Write a line for each change of step, state, events or findings, and the envelope at the end of the run."""
-    from scaletrain_cli.launch.view import ViewReader
-
-    reader, written = ViewReader(run), None
-    while True:
-        view = reader.read()
-        switch_if_reachable(view.status)
-        if (mark := _mark(view)) != written:
-            stream_json(_document(view))
-            written = mark
-        if view.is_over:
-            break
-        time.sleep(_LOOK_SECONDS)
-    print_json({"run_id": run.run_id})
-
-
-def _follow(run: RunDir) -> None:
+def _follow(run: RunDir, as_json: bool) -> None:
+    """Write a line for each change of state, events, findings or step; a step alone for people every 10 seconds."""
     from scaletrain_cli.launch.view import ViewReader
     from scaletrain_cli.ui.watch.pages import show_change
 
@@ -82,13 +64,18 @@ def _follow(run: RunDir) -> None:
     while True:
         view = reader.read()
         switch_if_reachable(view.status)
-        is_due = time.monotonic() - printed >= _LINE_SECONDS
+        is_due = as_json or time.monotonic() - printed >= _LINE_SECONDS
         if before is None or view.is_over or _mark(view, steps=is_due) != _mark(before, steps=is_due):
-            show_change(view, before)
+            if as_json:
+                stream_json(_document(view))
+            else:
+                show_change(view, before)
             before, printed = view, time.monotonic()
         if view.is_over:
-            return
+            break
         time.sleep(_LOOK_SECONDS)
+    if as_json:
+        print_json({"run_id": run.run_id})
 
 
 def _mark(view: RunView, *, steps: bool = True) -> tuple[object, ...]:
