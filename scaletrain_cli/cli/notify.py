@@ -38,13 +38,14 @@ def try_receivers(
     URLs are read from this environment, for a run also from the values of secret_env that it keeps.
     """
     from scaletrain_cli.notify.delivery import Origin, deliver
-    from scaletrain_cli.notify.notifier import trial_notice
+    from scaletrain_cli.notify.notices import Notice
 
     spec, environment, origin = _spec_of(target, trust_owner)
     if not spec.notify:
         raise UsageError(f"{target} has no receivers. Add them in the section notify (docs/notifications.md).")
     named = Origin(origin, spec.name, "", tuple(spec.secret_env))
-    notice = trial_notice(time.time())
+    now, text = time.time(), "a test of the receivers of this run"
+    notice = Notice(f"test-{now:.3f}", "test", "note", text, now, {"event": "test", "time": now})
     found = [(each, deliver(notice, each, named, environment)) for each in spec.notify]
     if as_json:
         answers = [

@@ -237,15 +237,10 @@ def place_of(key: str, spec_lines: Mapping[str, str]) -> str:
     return f"{file}:1" if file else "run.json"
 
 
-def _telemetry(run: RunDir, nodes: int) -> Telemetry:
-    if nodes <= _FEW_NODES:
-        return read_telemetry(run, newest=_ROWS)
-    return read_telemetry(run, newest=_ROWS_OF_MANY_NODES, most_nodes=_MOST_NODES)
-
-
 def read_case(run: RunDir, record: RunRecord) -> Case:
     """Return what the directory of a run has. Raises UsageError for a damaged record."""
     events = read_events(run)
+    rows = _ROWS if record.spec.cluster.nodes <= _FEW_NODES else _ROWS_OF_MANY_NODES
     return Case(
         spec=record.spec,
         plan=record.plan,
@@ -255,7 +250,7 @@ def read_case(run: RunDir, record: RunRecord) -> Case:
         measured=read_measured(run),
         spec_lines=read_spec_lines(run),
         dataset=read_dataset(run, record.spec),
-        telemetry=_telemetry(run, record.spec.cluster.nodes),
+        telemetry=read_telemetry(run, newest=rows, most_nodes=_MOST_NODES),
         mirror=None if record.spec.checkpoint.mirror.to is None else read_mirror_state(run),
     )
 

@@ -82,7 +82,8 @@ def parse_reference(text: str) -> HubReference:
     else:
         revision, parts = _DEFAULT_REVISION, body.split("/")
         names, path = parts[:2], "/".join(parts[2:])
-    if not 1 <= len(names) <= 2 or not all(_is_name(name) for name in names):
+    is_named = all(_NAME.fullmatch(name) and not name.endswith(".git") for name in names)
+    if not 1 <= len(names) <= 2 or not is_named or any(mark in name for name in names for mark in ("--", "..")):
         raise ValueError(f"is not the name of a repository on the Hugging Face Hub; give {form}")
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise ValueError(f"has no valid revision after @: a branch, a tag or a commit hash; give {form}")
@@ -98,7 +99,3 @@ def _revision_and_path(tail: str) -> tuple[str, str]:
     revision, _, path = tail.partition("/")
     # A branch whose name has slashes is written with %2F, as huggingface_hub writes it.
     return revision.replace("%2F", "/").replace("%2f", "/"), path
-
-
-def _is_name(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and "--" not in name and ".." not in name and not name.endswith(".git")

@@ -129,15 +129,22 @@ def replan(
     spec = override_spec(before.spec, overrides, file=file)
     spec = backend_for(spec.cluster.scheduler).with_local_defaults(spec)
     changes = changed_keys(before.spec, spec)
-    trained = bool(changes) and _has_trained(run, before.spec)
+    visible = before.spec.cluster.traits.shared_run_directory
+    trained = bool(changes) and (
+        (not visible and read_submission(run) is not None)  # it may have, where that is not seen from here
+        or bool(last_logged_step(run))
+        or has_committed(run)
+        or newest_checkpoint_step(run, before.spec) is not None
+    )
     step = newest or 0
     moved = moving or any(event["event"] == "moved" for event in read_events(run))
     judged = {key: values for key, values in changes.items() if trained or key.split(".")[0] != "data"}
-    if moved:  # the ranks compare the data and the weights with those of the checkpoint
-        judged = {key: values for key, values in judged.items() if not _is_path(key)}
+    if moved:  # the ranks compare the data and the weights, which have other paths, with those of the checkpoint
+        of_sources = [key for key in judged if key.startswith("data.sources.")]
+        paths = {*_PATHS, *(key for key in of_sources if key.endswith((".path", ".validation_path")))}
+        judged = {key: values for key, values in judged.items() if key not in paths}
     if branch_at is not None:
         judged.pop("name", None)
-    visible = before.spec.cluster.traits.shared_run_directory
     if visible and newest_checkpoint_step(run, spec) == newest_checkpoint_step(run, before.spec):
         judged.pop("checkpoint.dir", None)  # the checkpoints were copied there, or there are none
     problems = [problem for key, values in judged.items() if (problem := _objection(key, *values)) is not None]
@@ -188,18 +195,6 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
 def may_change(key: str) -> bool:
     """Return whether a resume may change a key at any step."""
     return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
-
-
-def _is_path(key: str) -> bool:
-    """Return whether a key has another value on another cluster, without a change of what is trained."""
-    return key in _PATHS or (key.startswith("data.sources.") and key.endswith((".path", ".validation_path")))
-
-
-def _has_trained(run: RunDir, spec: RunSpec) -> bool:
-    """Return whether an attempt has made a first step or a checkpoint; True where that cannot be seen from here."""
-    if not spec.cluster.traits.shared_run_directory and read_submission(run) is not None:
-        return True
-    return bool(last_logged_step(run)) or has_committed(run) or newest_checkpoint_step(run, spec) is not None
 
 
 def _is_of_sources(key: str) -> bool:

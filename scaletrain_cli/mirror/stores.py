@@ -120,7 +120,9 @@ class FolderStore:
                     file.write(block)
                 file.flush()
                 os.fsync(file.fileno())
-            if _digest_on_disk(draft) != digest:
+            with open_to_read(draft) as file, contextlib.suppress(OSError):  # not what the page cache has
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if file_digest(draft) != digest:
                 raise MirrorError(Reason("mirror.wrong-bytes", {"file": str(target), "writes": 1}))
             draft.rename(target)
         finally:
@@ -152,13 +154,6 @@ class FolderStore:
                 folder.rmdir()
             except OSError:  # not empty, or gone
                 return
-
-
-def _digest_on_disk(path: Path) -> FileDigest:
-    """Return size and hash of a file, as far as possible from the disk and not from the page cache."""
-    with open_to_read(path) as file, contextlib.suppress(OSError):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return file_digest(path)
 
 
 BLOCK_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.notify.delivery import LONGEST_RETRY_AFTER, Delivery, Origin, deliver
-from scaletrain_cli.notify.notices import Notice, Pending, Receiver, notice_of
+from scaletrain_cli.notify.notices import Pending, Receiver, notice_of
 from scaletrain_cli.rundir.documents import typed, undamaged_document, write_document
 from scaletrain_cli.rundir.journal import placed_lines
 from scaletrain_cli.rundir.paths import RunDir
@@ -179,9 +179,3 @@ def send_waiting(run: RunDir, record: RunRecord, environment: Mapping[str, str],
         logger.warning("notifications were not sent: %s", error)
         return
     thread.join(seconds)
-
-
-def trial_notice(now: float) -> Notice:
-    """Return a notification for a test of receivers."""
-    text = "a test of the receivers of this run"
-    return Notice(f"test-{now:.3f}", "test", "note", text, now, {"event": "test", "time": now})

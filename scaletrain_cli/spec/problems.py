@@ -42,11 +42,10 @@ def _unused(
         rule = next(unmet, above)
         if isinstance(value, BaseModel) and isinstance(given[alias], dict):
             yield from _unused(spec, value, given[alias], inner, rule, source)
-        elif (
-            rule is not None
-            and value != field.get_default(call_default_factory=True)
-            and not _is_switched_off(rule, inner, source)
-        ):
+        elif rule is not None and value != field.get_default(call_default_factory=True):
+            deciding = [source.place(tuple(one.shown_key.split("."))) for one in rule.conditions]
+            if source.place(inner) != SET_OPTION and SET_OPTION in deciding:
+                continue  # of the file, made ineffective by an override
             now = " and ".join(f"{one.shown_key} = {shown(_value(spec, one.key))}" for one in rule.conditions)
             hint = f"Remove it, or {' or '.join(map(_remedy, rule.conditions))}."
             dotted = ".".join(map(str, inner))
@@ -66,12 +65,6 @@ def _relative(rule: UsedWhen, key: Key) -> UsedWhen:
         replace(one, key=moved(one.key), setting=moved(one.setting) if one.setting else "") for one in rule.conditions
     )
     return UsedWhen(tuple(conditions))
-
-
-def _is_switched_off(rule: UsedWhen, key: Key, source: Source) -> bool:
-    """Return True if the file has the key, and an override makes it ineffective."""
-    makes = (source.place(tuple(one.shown_key.split("."))) for one in rule.conditions)
-    return source.place(key) != SET_OPTION and SET_OPTION in makes
 
 
 def _value(spec: RunSpec, key: str) -> Any:

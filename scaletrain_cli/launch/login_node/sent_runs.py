@@ -36,10 +36,8 @@ class SentRun:
 
 def sent_runs_file() -> Path:
     """Return the path of the list, in ``$XDG_STATE_HOME`` or ``~/.local/state``."""
-    return Path(os.environ.get("XDG_STATE_HOME") or expand_home("~/.local/state"), "scaletrain", _NAME)
-
-
-_NAME = "runs-on-login-nodes.jsonl"
+    folder = Path(os.environ.get("XDG_STATE_HOME") or expand_home("~/.local/state"))
+    return folder / "scaletrain" / "runs-on-login-nodes.jsonl"
 
 
 def remember(run: SentRun) -> None:

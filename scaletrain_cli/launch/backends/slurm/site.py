@@ -111,7 +111,8 @@ def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     rules = tables.read_qos_rules(accounted("sacctmgr", "-nP", "show", "qos", f"format={tables.QOS_COLUMNS}"))
     account, qos = (slurm.account or "").lower(), (slurm.qos or "").lower()  # as Slurm reads them
     account = account or accounted("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount").strip()
-    qos = qos or _default_qos(associations, account)
+    if not qos and (own := next((one for one in associations if one.account == account), None)) is not None:
+        qos = own.default_qos or ("normal" if "normal" in own.qos else "")
     managed = accounted("scontrol", "-o", "show", "assoc_mgr", "flags=assoc,qos", f"users={user}")
     accounts = tables.account_and_parents(managed, account)
     binding = binding_qos(rules, [partition.qos for partition in _chosen(there, cluster)], qos)
@@ -164,11 +165,6 @@ def user_name() -> str:
     with contextlib.suppress(KeyError):  # a uid without an entry in the user database, as in a container
         return pwd.getpwuid(os.getuid()).pw_name
     return str(os.getuid())
-
-
-def _default_qos(associations: Sequence[Association], account: str) -> str:
-    mine = next((one for one in associations if one.account == account), None)
-    return "" if mine is None else mine.default_qos or ("normal" if "normal" in mine.qos else "")
 
 
 def preemption_rule(site: Site, cluster: ClusterSpec) -> str:
