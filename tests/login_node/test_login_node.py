@@ -164,6 +164,18 @@ def test_a_terminal_here_is_one_there(site: Site, tree: WorkingTree) -> None:
     assert sent_runs() == []
 
 
+def test_ctrl_c_ends_a_verb_there_and_is_no_cut_connection(site: Site) -> None:
+    remember(SentRun("away", "site", 1.0))
+    (site.home / "scaletrain").write_text(
+        "#!/bin/sh\ntrap 'exit 130' INT\necho it follows\nwhile :; do sleep 0.05; done\n"
+    )
+    with terminal([sys.executable, "-m", "scaletrain_cli", "logs", "away", "--follow"], folder=site.here) as opened:
+        opened.wait_for("it follows")
+        opened.type("\x03")
+        assert opened.to_the_end() == 130
+    assert "error" not in opened.text
+
+
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch x", {"scaletrain": "x"}, {"ssh": "a", "port": "1"}, "a\nb"])
 def test_a_wrong_host_is_refused_with_its_key(host: object, site: Site) -> None:
     file = Path(os.environ["XDG_CONFIG_HOME"], "scaletrain", "clusters.yaml")

@@ -246,8 +246,8 @@ def script_of(node: LoginNode, words: Sequence[str], bundle: Bundle | None = Non
     With the files of a bundle, which it removes at its end.
     """
     folder = f"cd {shell_path(node.folder)} || exit 2"
-    if bundle is None:
-        return f"{folder}\n{scaletrain_command(node, words)}"
+    if bundle is None:  # in place of the shell, which Ctrl-C would end with a signal, as if the connection were cut
+        return f"{folder}\nexec env {scaletrain_command(node, words)}"
     place = bundle.folder
     values = f"{place}/{_SECRETS}"
     variables = {SENT_CLUSTERS: f"{place}/{_CLUSTERS}", SENT_SPEC: shlex.quote(bundle.spec_shown)}
