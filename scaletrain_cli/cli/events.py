@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from scaletrain_cli.cli.elsewhere import switch_if_reachable
-from scaletrain_cli.cli.options import AsJson, RunOrNewest
+from scaletrain_cli.cli.options import AsJson, RunOrNewest, pause
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import find_run_or_newest
 from scaletrain_cli.ui.console import say, show_events
@@ -61,7 +61,7 @@ def command(
         shown += new
         if over:
             break
-        time.sleep(_LOOK_EVERY_SECONDS)
+        pause(_LOOK_EVERY_SECONDS)
     if as_json:
         print_json({"run_id": found.run_id})
 

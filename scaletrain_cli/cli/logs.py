@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, RunOrNewest
+from scaletrain_cli.cli.options import AsJson, RunOrNewest, pause
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import RunDir, find_run_or_newest
 from scaletrain_cli.text import visible
@@ -80,7 +80,7 @@ def command(
             while not over():
                 any_output |= _show_early_output(first, as_json)
                 show(follower.new_lines())
-                time.sleep(_LOOK_EVERY_SECONDS)
+                pause(_LOOK_EVERY_SECONDS)
     if follow:
         any_output |= _show_early_output(first, as_json)
         show(follower.new_lines(to_the_end=True))

@@ -5,6 +5,8 @@ A function that completes takes the typed prefix and returns what begins with it
 
 from __future__ import annotations
 
+import contextlib
+import select
 import sys
 import time
 import typing
@@ -143,6 +145,18 @@ def show_fetch() -> Callable[[FetchProgress], None]:
             say(f"fetching {progress.files} files of the hub to {progress.cache}: {done} of {total}")
 
     return show
+
+
+def pause(seconds: float) -> None:
+    """Wait in a verb that follows a run. Raises BrokenPipeError once nobody reads stdout any more.
+
+    As after `| head`, or on a login node after Ctrl-C or a cut connection: a verb without a terminal gets no signal.
+    """
+    readers = select.poll()
+    with contextlib.suppress(OSError, ValueError):  # no file, as in a test
+        readers.register(sys.stdout.fileno(), 0)
+    if any(state & (select.POLLERR | select.POLLHUP) for _, state in readers.poll(1e3 * seconds)):
+        raise BrokenPipeError
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, run_argument, seconds_of
+from scaletrain_cli.cli.options import AsJson, pause, run_argument, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.paths import find_runs
 from scaletrain_cli.text import seconds_text, visible
@@ -56,7 +56,7 @@ def command(
                 warn(f"{name}: {error}")
         if seconds is None:
             break
-        time.sleep(seconds)
+        pause(seconds)
     if done.errors:
         raise typer.Exit(int(next(iter(done.errors.values())).exit_code))
     if any(found.state == "refused" for found in done.found):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, run_argument, seconds_of
+from scaletrain_cli.cli.options import AsJson, pause, run_argument, seconds_of
 from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.rundir.paths import RunDir, Sweep, find_run_or_newest, find_run_or_sweep
 from scaletrain_cli.text import either
@@ -129,15 +129,15 @@ def wait_for_end(run: RunDir, seconds: float, *, resume: bool = False) -> tuple[
     with StatusLine() as line:
         while True:
             status = run_status(run)
-            pause = _POLL_SECONDS
+            wait = _POLL_SECONDS
             if is_over(run, status):
                 if not resume or (not _goes_on(run) and is_over(run, status := run_status(run))):
                     return status, exit_code_of(run, status)  # still over: no one else has resumed it meanwhile
-                pause = _LOST_POLL_SECONDS
+                wait = _LOST_POLL_SECONDS
             if time.monotonic() >= deadline:
                 return status, _TIMED_OUT
             line.update(status)
-            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause(min(wait, max(0.0, deadline - time.monotonic())))
 
 
 def _goes_on(run: RunDir) -> bool:
@@ -186,6 +186,6 @@ def _wait_for_sweep(sweep: Sweep, seconds: float) -> tuple[SweepStatus, bool]:
             if time.monotonic() >= deadline:
                 return status, False
             line.show(f"{over}/{runs} ended", over, runs, status.states_in_words)
-            pause = max(_POLL_SECONDS, _POLL_SECONDS_PER_RUN * (runs - over))
-            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            wait = max(_POLL_SECONDS, _POLL_SECONDS_PER_RUN * (runs - over))
+            pause(min(wait, max(0.0, deadline - time.monotonic())))
             status = refreshed_sweep_status(status)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scaletrain_cli.cli.elsewhere import switch_if_reachable
-from scaletrain_cli.cli.options import AsJson, RunOrNewest
+from scaletrain_cli.cli.options import AsJson, RunOrNewest, pause
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import RunDir, find_run_or_newest
 from scaletrain_cli.ui.json import print_json, stream_json
@@ -73,7 +73,7 @@ def _follow(run: RunDir, as_json: bool) -> None:
             before, printed = view, time.monotonic()
         if view.is_over:
             break
-        time.sleep(_LOOK_SECONDS)
+        pause(_LOOK_SECONDS)
     if as_json:
         print_json({"run_id": run.run_id})
 

@@ -24,6 +24,19 @@ def test_a_closed_stdout_prints_no_error() -> None:
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
+@pytest.mark.parametrize("verb", ["events --follow", "logs --follow", "watch --json", "status --wait 9h", "recover"])
+def test_a_verb_that_follows_ends_with_the_reader_of_its_output(verb: str) -> None:
+    with living_process() as supervisor:
+        prepare("running", "mine", supervisor)
+        words = [*verb.split(), "--every", "9h"] if verb == "recover" else [*verb.split(), "mine"]
+        reads, writes = os.pipe()
+        process = subprocess.Popen([*COMMAND, *words], stdout=writes, stderr=subprocess.PIPE, text=True)
+        os.close(writes)
+        os.close(reads)
+        _, said = process.communicate()
+    assert (process.returncode, "error" in said) == (ExitCode.CRASHED, False)
+
+
 def test_without_stdin_a_spec_on_it_is_refused_and_nothing_is_asked() -> None:
     prepare("finished", "mine")
     for words, said in (["validate", "-"], "a run spec is a mapping"), (["rm", "mine"], "without a terminal"):

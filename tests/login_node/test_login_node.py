@@ -3,9 +3,12 @@
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scaletrain_cli.errors import ExitCode
@@ -13,7 +16,7 @@ from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember, sent_r
 from tests.launch.sessions import ECHO_SERVER, Sessions
 from tests.launch.working_tree import WorkingTree
 from tests.login_node.conftest import Site
-from tests.login_node.server import REAL_COMMAND
+from tests.login_node.server import PROJECT, REAL_COMMAND
 from tests.ports import reserved_port
 from tests.terminals import terminal
 from tests.waiting import wait_until
@@ -174,6 +177,28 @@ def test_ctrl_c_ends_a_verb_there_and_is_no_cut_connection(site: Site) -> None:
         opened.type("\x03")
         assert opened.to_the_end() == 130
     assert "error" not in opened.text
+
+
+FOLLOWING = f"""#!{sys.executable}
+import os, sys
+sys.path.insert(0, {str(PROJECT)!r})
+from scaletrain_cli.cli.options import pause
+print(os.getpid(), flush=True)
+while True:
+    pause(0.1)
+"""
+
+
+def test_a_verb_that_follows_ends_there_with_its_caller_here(site: Site) -> None:
+    """Without a terminal sshd sends it no signal."""
+    remember(SentRun("away", "site", 1.0))
+    (site.home / "scaletrain").write_text(FOLLOWING)
+    words = [sys.executable, "-m", "scaletrain_cli", "logs", "away", "--follow"]
+    with subprocess.Popen(words, cwd=site.here, stdout=subprocess.PIPE, start_new_session=True) as caller:
+        there = psutil.Process(int(caller.stdout.readline()))
+        os.killpg(caller.pid, signal.SIGINT)
+        assert caller.wait() == 130
+        wait_until(lambda: not there.is_running(), "it has ended there")
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch x", {"scaletrain": "x"}, {"ssh": "a", "port": "1"}, "a\nb"])
