@@ -199,7 +199,8 @@ def kept_step(event: Mapping[str, Any]) -> int:
 def _history(by_step: Mapping[int, dict[str, Any]], is_whole: bool, size: int) -> History:
     trained = [step for step in sorted(by_step) if number_in(by_step[step].get("loss")) is not None]
     names = {name for step in trained for name in by_step[step] if name in COLUMNS or name.startswith(SOURCE_LOSS)}
-    columns = {name: array("d", [_or_nan(by_step[step].get(name)) for step in trained]) for name in names}
+    known = {name: [number_in(by_step[step].get(name)) for step in trained] for name in names}
+    columns = {name: array("d", [math.nan if one is None else one for one in known[name]]) for name in names}
     found = [_validation(step, by_step[step]) for step in sorted(by_step)]
     lost = [step for step in sorted(by_step) if by_step[step].get("loss", 0.0) is None]
     return History(trained, columns, [each for each in found if each is not None], is_whole, size, lost)
@@ -218,8 +219,3 @@ def _validation(step: int, row: Mapping[str, Any]) -> Validation | None:
 def number_in(value: Any) -> float | None:
     """Return a value of a JSON document as a number; None if it is none."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _or_nan(value: Any) -> float:
-    number = number_in(value)
-    return math.nan if number is None else number

@@ -205,19 +205,13 @@ def _figure(
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(dict.fromkeys(column for row in rows for column in row if column != "name"))
-    cells = (
-        [safe(row["name"]), *(safe(value_text(row.get(column), _unit(column))) for column in columns)] for row in rows
-    )
-    return table([title, *(_title(column) for column in columns)], cells, "t" + "n" * len(columns))
+    units = {column: _unit(column) for row in rows for column in row if column != "name"}
+    cells = ([safe(row["name"]), *(safe(value_text(row.get(each), units[each])) for each in units)] for row in rows)
+    names = (each if unit == "share" else each.removesuffix(f"_{unit}") for each, unit in units.items())
+    return table([title, *(name.replace("_", " ") for name in names)], cells, "t" + "n" * len(units))
 
 
 def _unit(column: str) -> str:
     if column.startswith("throttled_by_") or column.endswith(("utilization", "_throttled", "_share")):
         return "share"
     return next((unit for unit in _UNITS if column.endswith(f"_{unit}")), "")
-
-
-def _title(column: str) -> str:
-    unit = _unit(column)
-    return (column if unit == "share" else column.removesuffix(f"_{unit}")).replace("_", " ")

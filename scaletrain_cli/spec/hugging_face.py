@@ -134,7 +134,9 @@ def from_config(config: dict[str, Any], ignored: list[str] | None = None) -> dic
         found = {key: value for key, value in found.items() if key not in without} | derived
     given = {key: value for key, value in found.items() if value is not None or key in _NULL_IS_A_VALUE}
     whole = {"family": known.family, **known.defaults, **given, **known.fixed}
-    if "kv_lora_rank" in known.varies and (_is_dense(whole) or not _has_experts(config, known)):
+    dense, layers = whole.get("first_k_dense_replace", 0), whole.get("num_hidden_layers", 0)
+    is_dense = _are_whole(dense, layers) and dense >= layers > 0  # so that the model has no experts
+    if "kv_lora_rank" in known.varies and (is_dense or not _has_experts(config, known)):
         whole = {key: value for key, value in whole.items() if key not in OF_EXPERTS}
     return {key: value for key, value in whole.items() if value is not None}
 
@@ -285,12 +287,6 @@ def _has_experts(config: dict[str, Any], known: Architecture) -> bool:
     """Return False if the number of experts is null, with which DeepSeek's own code has none; a missing one is not."""
     names = {"num_experts", known.renamed.get("num_experts", "num_experts")} & config.keys()
     return not names or any(config[name] is not None for name in names)
-
-
-def _is_dense(model: dict[str, Any]) -> bool:
-    """Return True if all layers are among the leading dense ones, so that the model has no experts."""
-    dense, layers = model.get("first_k_dense_replace", 0), model.get("num_hidden_layers", 0)
-    return _are_whole(dense, layers) and dense >= layers > 0
 
 
 def _are_whole(*values: Any) -> bool:

@@ -112,15 +112,11 @@ def _wait(job_id: str, nodes: int, folder: Path) -> set[int]:
             return silent
         if now > deadline:
             raise SchedulerError(Reason("slurm.probe-not-started", {"nodes": nodes, "minutes": _QUEUE_SECONDS / 60}))
-        if ended is None and _has_ended(job_id):
-            ended = now
+        if ended is None:
+            command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"]
+            states = call_slurm(command, accept=("Invalid job id",)).stdout.split()
+            ended = now if all(job_state(state) == "ended" for state in states) else None
         time.sleep(_POLL_SECONDS)
-
-
-def _has_ended(job_id: str) -> bool:
-    command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"]
-    states = call_slurm(command, accept=("Invalid job id",)).stdout.split()
-    return all(job_state(state) == "ended" for state in states)
 
 
 def _names(job_id: str, nodes: int) -> list[str]:
