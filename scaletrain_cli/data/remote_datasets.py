@@ -18,7 +18,7 @@ from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, CachedBlock
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, hashes_path, read_hashes
 from scaletrain_cli.data.drafts import folder_written_whole
 from scaletrain_cli.data.pipeline.shards import SCHEMA, SPLITS, seal_of, shard_folder
-from scaletrain_cli.data.sources.places import RemoteFile, find_file, list_files, read_range, write_file
+from scaletrain_cli.data.sources.places import RemoteFile, find_file, list_files, read_range, unless_missing, write_file
 from scaletrain_cli.data.sources.stores import PlaceError, is_remote
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -113,12 +113,7 @@ def find_description(path: str, seconds: float | None = None) -> RemoteFile | No
     is_file = format_by_name(path.rpartition("/")[2])[0] != ""
     if not is_remote(path) or path.startswith(("http:", "https:")) or is_file or set("*?[") & set(path):
         return None
-    try:
-        return find_file(f"{path.rstrip('/')}/{DESCRIPTION}", seconds)
-    except PlaceError as error:
-        if error.code_of_reason == "remote.not-found":
-            return None
-        raise
+    return unless_missing(lambda: find_file(f"{path.rstrip('/')}/{DESCRIPTION}", seconds))
 
 
 def attached_folder(description: RemoteFile, datasets: Path) -> Path:
@@ -285,7 +280,7 @@ def upload_dataset(dataset: Path, path: str, progress: Progress = lambda done, t
     if description is None or description.get("schema") != SCHEMA or (dataset / OBJECTS).exists():
         raise UsageError(Reason("remote.not-prepared", {"path": str(dataset), "expected": SCHEMA}))
     root = f"{path.rstrip('/')}/{dataset.name}"
-    there = {file.path: file.size for file in _listed_or_none(root)}
+    there = {file.path: file.size for file in unless_missing(lambda: list_files(f"{root}/")) or ()}
     content = (dataset / DESCRIPTION).read_bytes()
     if f"{root}/{DESCRIPTION}" in there and _content(find_file(f"{root}/{DESCRIPTION}")) != content:
         raise PlaceError(Reason("remote.other-data-there", {"path": root}), file=root)
@@ -298,12 +293,3 @@ def upload_dataset(dataset: Path, path: str, progress: Progress = lambda done, t
             progress(done, len(wanted))
     write_file(f"{root}/{DESCRIPTION}", content)
     return root
-
-
-def _listed_or_none(root: str) -> tuple[RemoteFile, ...]:
-    try:
-        return list_files(f"{root}/")
-    except PlaceError as error:
-        if error.code_of_reason == "remote.not-found":
-            return ()
-        raise

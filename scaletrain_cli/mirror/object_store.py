@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.sources.places import RemoteFile, find_file, list_files, read_range, retried
+from scaletrain_cli.data.sources.places import RemoteFile, find_file, list_files, read_range, retried, unless_missing
 from scaletrain_cli.data.sources.stores import Place, PlaceError, parse_place, store_of
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.extras import require
@@ -46,12 +46,7 @@ class ObjectStore:
 
     def list(self, folder: str) -> dict[str, Stored]:
         """Return all files below a folder by name. Raises PlaceError and UnavailableError."""
-        try:
-            files = list_files(f"{self.place}/{folder}/", self._seconds)
-        except PlaceError as error:
-            if error.reason is not None and error.reason.code == "remote.not-found":
-                return {}
-            raise
+        files = unless_missing(lambda: list_files(f"{self.place}/{folder}/", self._seconds)) or ()
         return {file.path.removeprefix(f"{self.place}/"): Stored(file.size, file.etag) for file in files}
 
     def read(self, name: str) -> bytes | None:
@@ -64,12 +59,7 @@ class ObjectStore:
                 raise TimeoutError(f"{len(content)} bytes arrived of {result.meta['size']}")
             return content
 
-        try:
-            return retried(get, place, self._path(name), self._seconds)
-        except PlaceError as error:
-            if error.reason is not None and error.reason.code == "remote.not-found":
-                return None
-            raise
+        return unless_missing(lambda: retried(get, place, self._path(name), self._seconds))
 
     def write(self, name: str, content: bytes, *, private: bool = False) -> None:
         """Write a small file; the bucket decides who may read it. Raises MirrorError if other bytes are stored."""
@@ -142,7 +132,7 @@ class ObjectStore:
                 if file.size == digest.size:
                     return read_range(file, start, stop, self._seconds)
             except PlaceError as error:
-                if error.reason is None or error.reason.code not in ("remote.not-found", "remote.changed"):
+                if error.code_of_reason not in ("remote.not-found", "remote.changed"):
                     raise
             raise MirrorError(Reason("mirror.damaged", {"file": self._path(name), "reads": 1}))
 

@@ -87,12 +87,9 @@ def list_files(path: str, seconds: float | None = None) -> tuple[RemoteFile, ...
         if wildcard or place.key.endswith("/"):
             raise PlaceError(Reason("remote.no-listing", {"path": path}))
         return (find_file(path, seconds),)
-    if wildcard is None and place.key and not place.key.endswith("/"):
-        try:
-            return (find_file(path, seconds),)
-        except PlaceError as error:
-            if error.code_of_reason != "remote.not-found":
-                raise
+    is_object = wildcard is None and place.key and not place.key.endswith("/")
+    if is_object and (file := unless_missing(lambda: find_file(path, seconds))) is not None:
+        return (file,)
     folder = place.key[: place.key.rfind("/", 0, wildcard.start()) + 1] if wildcard else place.key
     pattern = tuple(place.key.split("/")) if wildcard else ()
     deep = not wildcard or "/" in place.key[wildcard.start() :] or "**" in pattern
@@ -120,6 +117,16 @@ def find_file(path: str, seconds: float | None = None) -> RemoteFile:
     place = parse_place(path)
     found = retried(lambda: require("obstore", "remote").head(store_of(place), place.key), place, path, seconds)
     return RemoteFile(path, found["size"], _identity(found))
+
+
+def unless_missing(request: Callable[[], Result]) -> Result | None:
+    """Return what a request returns; None if the store has no object or folder of that name."""
+    try:
+        return request()
+    except PlaceError as error:
+        if error.code_of_reason == "remote.not-found":
+            return None
+        raise
 
 
 def _identity(found: Any) -> str:

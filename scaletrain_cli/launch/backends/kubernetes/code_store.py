@@ -34,8 +34,7 @@ def upload_code(run: RunDir, record: RunRecord) -> str | None:
     An archive of the same size is read and compared: a damaged one is replaced.
     Raises PlaceError and UnavailableError of the store, and UsageError if the run directory lost the archive.
     """
-    from scaletrain_cli.data.sources.places import find_file, read_all, write_file
-    from scaletrain_cli.data.sources.stores import PlaceError
+    from scaletrain_cli.data.sources.places import find_file, read_all, unless_missing, write_file
 
     code, url = record.code, code_url(record)
     if code is None or url is None:
@@ -45,13 +44,10 @@ def upload_code(run: RunDir, record: RunRecord) -> str | None:
     archive = code_file(run, code, "tar.gz")
     if not archive.is_file():
         raise UsageError(reason("code-missing", folder=str(run.path / "code"), run=record.run_id, version=code.name))
-    try:
-        if find_file(url).size == archive.stat().st_size and read_all(url) == archive.read_bytes():
-            return url
-    except PlaceError as error:
-        if error.reason is None or error.reason.code != "remote.not-found":
-            raise
-    write_file(url, archive)
+    stored = unless_missing(lambda: find_file(url))
+    is_there = stored is not None and stored.size == archive.stat().st_size
+    if not (is_there and unless_missing(lambda: read_all(url)) == archive.read_bytes()):
+        write_file(url, archive)
     return url
 
 
