@@ -68,6 +68,24 @@ def leave_current_folder(*, started_as_module: bool = False) -> None:
                 del os.environ[name]
 
 
+def process_stat(pid: object) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the third one, the state, on; [1]: parent, [19]: start in clock ticks.
+
+    Raises OSError if there is no such process.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()  # a name may itself contain blanks and parentheses
+
+
+def boot_id() -> str:
+    """Return the id of this boot of the kernel, which all containers of a machine share; empty without /proc."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 def usable_cores(cgroups: str = "/sys/fs/cgroup") -> int:
     """Return the number of CPU cores that this process may use: those of its affinity, within its cgroup's quota.
 

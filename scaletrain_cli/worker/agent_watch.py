@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from scaletrain_cli.own_processes import process_stat
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 
@@ -112,10 +112,9 @@ class AgentWatch:
 
     def _is_stopped(self) -> bool:
         try:
-            stat = Path(f"/proc/{self._agent}/stat").read_bytes()
+            return process_stat(self._agent)[0] == b"T"
         except OSError:  # the agent has ended, so the kernel ends this rank, too
             return False
-        return stat.rpartition(b")")[2].split()[0] == b"T"
 
     def _signal(self, number: int) -> None:
         assert self._agent is not None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.available_memory import available_bytes
+from scaletrain_cli.own_processes import boot_id
 from scaletrain_cli.rundir.checkpoints import (
     Checkpoint,
     FileDigest,
@@ -106,10 +107,8 @@ def place_of(folder: Path) -> str:
     """
     with contextlib.suppress(OSError):
         make_private_folder(folder)
-        about, machine = folder.stat(), socket.gethostname()
-        with contextlib.suppress(OSError):
-            machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{machine} {about.st_dev} {about.st_ino}"
+        about = folder.stat()
+        return f"{boot_id() or socket.gethostname()} {about.st_dev} {about.st_ino}"
     return ""
 
 

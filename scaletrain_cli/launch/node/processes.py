@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.own_processes import process_stat
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -254,9 +255,7 @@ def _prctl(option: int, argument: int) -> None:
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
+        fields = process_stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name in parentheses may itself contain blanks and parentheses.
-    fields = text.rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[19])

@@ -38,7 +38,7 @@ from scaletrain_cli.launch.node.processes import ProcessIdentity, command_line, 
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.restart import forget_secrets
-from scaletrain_cli.own_processes import absolute_paths, python_command, usable_cores
+from scaletrain_cli.own_processes import absolute_paths, boot_id, python_command, usable_cores
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import read_as, write_document
@@ -132,11 +132,6 @@ class Supervisor:
         return ProcessIdentity(self.pid, self.start_ticks)
 
     @property
-    def is_of_this_boot(self) -> bool:
-        """Return whether it was started since this machine has booted, maybe in another container."""
-        return self.boot == boot_id() if self.boot and boot_id() else self.is_here
-
-    @property
     def is_here(self) -> bool:
         """Return whether it was started on this machine, whose name may have changed since."""
         if self.boot and self.boot == boot_id():
@@ -146,7 +141,8 @@ class Supervisor:
 
     def is_alive_in(self, run: RunDir) -> bool:
         """Return whether it still supervises the run. In another container its lock tells that, and not its pid."""
-        if not (self.is_here and self.is_of_this_boot):
+        is_of_earlier_boot = self.boot and boot_id() and self.boot != boot_id()
+        if not self.is_here or is_of_earlier_boot:
             return False
         return self.process.is_alive() or (self.hostname != socket.gethostname() and _is_locked(run))
 
@@ -310,18 +306,8 @@ def write_supervisor(run: RunDir, process: ProcessIdentity, *, at_work: bool = F
 @functools.cache
 def machine_id() -> str:
     """Return the id that this machine keeps when its name changes; empty where it has none, as in many containers."""
-    return _first_word("/etc/machine-id")
-
-
-@functools.cache
-def boot_id() -> str:
-    """Return the id of this boot of the kernel, which all containers of a machine share; empty without /proc."""
-    return _first_word("/proc/sys/kernel/random/boot_id")
-
-
-def _first_word(path: str) -> str:
     with contextlib.suppress(OSError):
-        return Path(path).read_text(encoding="ascii", errors="replace").strip()
+        return Path("/etc/machine-id").read_text(encoding="ascii", errors="replace").strip()
     return ""
 
 
