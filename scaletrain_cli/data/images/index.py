@@ -146,31 +146,27 @@ def _build(job: _Job, workers: int, progress: Progress, failure: Path | None, ti
     require_own_place(steps)
     make_folder(job.work, parents=True)
     with Claims(steps / ".work", failure, timing) as claims:
-        try:
-            claims.remove_drafts(job.work)
-            claims.raise_failure()
-            if _found(job.listing, job.settings, job.datasets) is None:
-                (job.work / _NOTE).unlink(missing_ok=True)  # of an index that was removed since
-            units = job.listing.units()
-            names, labels = job.listing.class_names(job.settings), job.listing.class_labels(job.settings)
-            if job.settings.only_evaluation and not names:
-                raise UsageError(Reason("images.zero-shot-without-names", {"folder": job.listing.location}))
-            folder = job.work / "units"
-            results = tuple(f"{number:06d}" for number in range(len(units)))
-            built = partial(index_unit, folder, job.settings, labels)
-            over = (job.work / _NOTE).exists
-            with Workers(min(workers, len(units)), claims.owner) as pool:
-                jobs = list(enumerate(units)).__getitem__
-                key = f"{job.work.name}-units"
-                name = f"index the images of {job.listing.location}"
-                run_stage(Stage(name, key, folder, results, built, jobs, over), claims, pool, progress)
-            with Workers(1, claims.owner) as alone:
-                finish = partial(_finish, job, names, results)
-                stage = Stage(f"finish the index of {job.listing.location}", job.work.name, job.work, (_NOTE,), finish)
-                run_stage(stage, claims, alone, progress)
-        except BaseException:
-            claims.remove_own_drafts(job.work)
-            raise
+        claims.remove_drafts(job.work)
+        claims.raise_failure()
+        if _found(job.listing, job.settings, job.datasets) is None:
+            (job.work / _NOTE).unlink(missing_ok=True)  # of an index that was removed since
+        units = job.listing.units()
+        names, labels = job.listing.class_names(job.settings), job.listing.class_labels(job.settings)
+        if job.settings.only_evaluation and not names:
+            raise UsageError(Reason("images.zero-shot-without-names", {"folder": job.listing.location}))
+        folder = job.work / "units"
+        results = tuple(f"{number:06d}" for number in range(len(units)))
+        built = partial(index_unit, folder, job.settings, labels)
+        over = (job.work / _NOTE).exists
+        with Workers(min(workers, len(units)), claims.owner) as pool:
+            jobs = list(enumerate(units)).__getitem__
+            key = f"{job.work.name}-units"
+            name = f"index the images of {job.listing.location}"
+            run_stage(Stage(name, key, folder, results, built, jobs, over), claims, pool, progress)
+        with Workers(1, claims.owner) as alone:
+            finish = partial(_finish, job, names, results)
+            stage = Stage(f"finish the index of {job.listing.location}", job.work.name, job.work, (_NOTE,), finish)
+            run_stage(stage, claims, alone, progress)
         claims.at_last_end(partial(shutil.rmtree, job.work / "units", ignore_errors=True))
     found = _found(job.listing, job.settings, job.datasets)
     assert found is not None

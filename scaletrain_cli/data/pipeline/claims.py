@@ -25,6 +25,7 @@ from pathlib import Path
 
 from scaletrain_cli.data.drafts import new_owner, remove_drafts
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
+from scaletrain_cli.own_processes import boot_id, process_stat
 from scaletrain_cli.reasons import Reason, reason_from, recorded
 from scaletrain_cli.rundir.documents import parse_object, read_document, write_document
 from scaletrain_cli.safe_files import create_file, make_folder, open_to_read
@@ -60,6 +61,7 @@ class Claims:
         self._seen: dict[Path, tuple[int, float]] = {}
         self._judged: dict[str, tuple[float, bool]] = {}
         self._remove: list[Callable[[], None]] = []
+        self._folders: list[Path] = []  # of drafts
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="claims", daemon=True)
 
@@ -74,7 +76,10 @@ class Claims:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        if kind is not None:
+            for folder in self._folders:  # also what this process was writing: its worker processes have ended
+                remove_drafts(folder, lambda owner: owner == self.owner or self.is_dead(owner))
         self._ended.set()
         if self._beating.ident is not None:  # it was started
             self._beating.join()
@@ -82,6 +87,8 @@ class Claims:
             self._remove_dead()
             self._own.unlink(missing_ok=True)
             if not os.listdir(self._workers):  # so it is for the last of several that end at the same time
+                for folder in self._folders:
+                    remove_drafts(folder, self.is_dead)
                 for remove in self._remove:
                     remove()
                 shutil.rmtree(self._claims, ignore_errors=True)
@@ -163,12 +170,12 @@ class Claims:
         return False
 
     def remove_drafts(self, folder: Path) -> None:
-        """Remove what dead processes were writing below a folder."""
-        remove_drafts(folder, self.is_dead)
+        """Remove what dead processes were writing below a folder, now and at the end.
 
-    def remove_own_drafts(self, folder: Path) -> None:
-        """Remove what this process was writing, once its worker processes have ended."""
-        remove_drafts(folder, lambda owner: owner == self.owner or self.is_dead(owner))
+        At an end by an exception also what this process was writing: its worker processes must have ended then.
+        """
+        self._folders.append(folder)
+        remove_drafts(folder, self.is_dead)
 
     # ---- claims -------------------------------------------------------------------------------------------------
 
@@ -260,14 +267,14 @@ def _unexpected(error: Exception, unit: str) -> ScaletrainError:
 def _machine() -> str:
     """Return an id of the process table that this process is in; "" if there is none."""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+        if boot := boot_id():
+            return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     return ""
 
 
 def _started(pid: object) -> str:
     """Return when a process of this machine started, in ticks; "" if there is no such process."""
     with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return "" if stat[0] in "ZX" else stat[19]
+        stat = process_stat(pid)
+        return "" if stat[0] in b"ZX" else stat[19].decode()
     return ""

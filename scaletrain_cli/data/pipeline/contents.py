@@ -48,11 +48,7 @@ def shared_reading(
             used.append(folder / chained(_VERSION, UNIT_BYTES, [(file.path, file.state) for file in files]))
             return _read(files, used[-1], workers, claims, progress)
 
-        try:
-            yield read
-        except BaseException:
-            claims.remove_own_drafts(folder)
-            raise
+        yield read
 
         def remove_hashes() -> None:
             for each in used:

@@ -166,38 +166,29 @@ def prepare(
         require_own_place(own)
         make_folder(own, parents=True)
     with Claims(steps_folder(folder) / ".work", failure, timing) as claims:
-        written = [steps, tokenizers]
-        try:
-            with Workers(workers, claims.owner) as pool:
-                crew = _Crew(claims, pool, progress)
-                claims.remove_drafts(steps)
-                claims.remove_drafts(tokenizers)
-                claims.raise_failure()
-                found = _with_all_steps(preparation, steps, crew)
-                tokenizer = preparation.tokenizer or _trained(preparation, found, tokenizers, crew)
-                done = []
-                for work in found:
-                    dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain), _open)
-                    written.append(dataset)
-                    done.append(replace(work, dataset=dataset))
-                    _write_shards(done[-1], tokenizer, preparation.validation_share, crew)
-                for each in done:
-                    finish = partial(_finish, each, tokenizer, preparation.validation_share, done)
-                    key = f"{each.dataset.name}-dataset"
-                    crew.run(Stage(f"finish {each.name}", key, each.dataset, ("dataset.json",), finish))
-        except BaseException:
-            for each_folder in written:
-                claims.remove_own_drafts(each_folder)
-            raise
+        with Workers(workers, claims.owner) as pool:
+            crew = _Crew(claims, pool, progress)
+            claims.remove_drafts(steps)
+            claims.remove_drafts(tokenizers)
+            claims.raise_failure()
+            found = _with_all_steps(preparation, steps, crew)
+            tokenizer = preparation.tokenizer or _trained(preparation, found, tokenizers, crew)
+            done = []
+            for work in found:
+                dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain), _open)
+                done.append(replace(work, dataset=dataset))
+                _write_shards(done[-1], tokenizer, preparation.validation_share, crew)
+            for each in done:
+                finish = partial(_finish, each, tokenizer, preparation.validation_share, done)
+                key = f"{each.dataset.name}-dataset"
+                crew.run(Stage(f"finish {each.name}", key, each.dataset, ("dataset.json",), finish))
 
-        def remove_leftovers() -> None:
-            for each_folder in written:
-                claims.remove_drafts(each_folder)
+        def remove_phases_again() -> None:
             steps = [step.duplicates for work in found for step in work.chain.steps if step.duplicates is not None]
             for corpus in {step.corpus for step in steps}:
                 remove_phases(corpus)  # of which a slow process may have written some again
 
-        claims.at_last_end(remove_leftovers)
+        claims.at_last_end(remove_phases_again)
         return {each.name: each.dataset for each in done}
 
 
@@ -311,10 +302,10 @@ def _after(chains: Iterable[Chain]) -> str:
 def _write_shards(work: Work, tokenizer: str, validation_share: float, crew: _Crew) -> None:
     """Write the shards of a source that are missing. Raises UsageError if no document of it is left."""
     dataset = work.dataset
+    crew.claims.remove_drafts(dataset)
     if read_document(dataset / "dataset.json") is None:
         require_own_place(dataset)
         make_folder(dataset)
-        crew.claims.remove_drafts(dataset)
         write = partial(_write_tokens, tokenizer, validation_share)
         shards = tuple(shard_folder(dataset, task.number).name for task in work.tasks)
         # A worker process gets one task at a time, not all.
