@@ -10,14 +10,13 @@ import dataclasses
 import importlib.util
 import json
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from scaletrain_cli.own_processes import python_command
 from scaletrain_cli.reasons import Reason
 
-T = TypeVar("T")
 _KILL_SECONDS = 1.0
 _DRIVER_SECONDS = 60.0  # without persistence mode eight GPUs take 10 s
 _NOT_INSTALLED = "GPU health is not known: nvidia-ml-py is not installed on this node (it comes with scaletrain[train])"
@@ -137,39 +136,34 @@ def gpu_notes(gpus: Sequence[GpuHealth]) -> Iterator[Reason]:
 def _read_gpu(nvml: Any, index: int) -> GpuHealth:
     device = nvml.nvmlDeviceGetHandleByIndex(index)
 
-    def read(call: Callable[[], T]) -> T | None:
+    def read(call: str, *arguments: Any, **options: Any) -> Any:
         """Return the value, None if this GPU does not support it. Raises NVMLError for a lost GPU."""
         try:
-            return call()
+            return getattr(nvml, call)(device, *arguments, **options)
         except nvml.NVMLError as error:
             if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
                 raise
             return None
 
     # Version 2 reports memory reserved by the driver separately from used memory.
-    memory = read(lambda: nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2))
-    memory = memory or read(lambda: nvml.nvmlDeviceGetMemoryInfo(device))
-    rows = read(lambda: nvml.nvmlDeviceGetRemappedRows(device))  # corrected, uncorrected, pending, failure
-    pages = read(lambda: nvml.nvmlDeviceGetRetiredPagesPendingStatus(device))  # GPUs before Ampere
+    memory = read("nvmlDeviceGetMemoryInfo", version=nvml.nvmlMemory_v2) or read("nvmlDeviceGetMemoryInfo")
+    rows = read("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failure
+    pages = read("nvmlDeviceGetRetiredPagesPendingStatus")  # GPUs before Ampere
     pending = [bool(value) for value in (rows and rows[2], pages) if value is not None]
-    errors = read(
-        lambda: nvml.nvmlDeviceGetTotalEccErrors(
-            device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        )
-    )
-    reasons = read(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)) or 0
+    counted = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    reasons = read("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
     causes = {
         "overheating": nvml.nvmlClocksThrottleReasonHwThermalSlowdown,
         "the power supply": nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
     }
-    processes = read(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(device))
+    processes = read("nvmlDeviceGetComputeRunningProcesses")
     return GpuHealth(
         index=index,
-        uuid=str(read(lambda: nvml.nvmlDeviceGetUUID(device)) or ""),
-        name=str(read(lambda: nvml.nvmlDeviceGetName(device)) or ""),
+        uuid=str(read("nvmlDeviceGetUUID") or ""),
+        name=str(read("nvmlDeviceGetName") or ""),
         memory_bytes=None if memory is None else int(memory.total),
         used_bytes=None if memory is None else int(memory.used),
-        uncorrected_errors=errors,
+        uncorrected_errors=read("nvmlDeviceGetTotalEccErrors", *counted),
         waits_for_reset=any(pending) if pending else None,
         beyond_repair=None if rows is None else bool(rows[3]),
         held_down_by=tuple(name for name, bit in causes.items() if reasons & bit),
