@@ -51,7 +51,6 @@ def prepare_image_datasets(
     workers: int,
     progress: Progress,
     failure: Path | None = None,
-    folder: Path = Path(),
 ) -> dict[str, Path]:
     """Return the index of each source by its name, after building those that are missing; see index_images().
 
@@ -60,14 +59,13 @@ def prepare_image_datasets(
     found = dict[str, Path]()
     classes = dict[str, Any]()
     for source in sources_of(spec):
-        index = known.get(source.name) or _given(spec, source, folder)
+        index = known.get(source.name) or _given(spec, source, Path())
         if index is None:
-            settings = source.settings(spec, folder)
-            path, key = source.path, source.key
-            index = index_images(path, settings, runs_root, workers, progress, folder, key=key, failure=failure)
+            settings, key = source.settings(spec), source.key
+            index = index_images(source.path, settings, runs_root, workers, progress, key=key, failure=failure)
         document = read_document(index / DATASET) or {}
         if source.section is None:
-            zero_shot_classes(spec, document, index, folder)
+            zero_shot_classes(spec, document, index)
         else:
             classes[source.name] = document.get("classes")
             require_same_classes(classes)
@@ -87,10 +85,10 @@ def _given(spec: RunSpec, source: NamedSource, folder: Path) -> Path | None:
     return index
 
 
-def source_bytes(spec: RunSpec, known: Mapping[str, Path], folder: Path = Path()) -> int:
+def source_bytes(spec: RunSpec, known: Mapping[str, Path]) -> int:
     """Return the bytes of the files of all sources that have no index yet, without those ``known`` by name."""
     return sum(
-        list_source(source.path, source.settings(spec, folder), folder, source.key).bytes
+        list_source(source.path, source.settings(spec), key=source.key).bytes
         for source in sources_of(spec)
-        if source.name not in known and given_index(source.path, folder) is None
+        if source.name not in known and given_index(source.path, Path()) is None
     )

@@ -163,7 +163,7 @@ def read_all(path: str, seconds: float | None = None) -> bytes:
     return read_range(file, 0, file.size, seconds)
 
 
-def write_file(path: str, content: Path | bytes, seconds: float | None = None) -> None:
+def write_file(path: str, content: Path | bytes) -> None:
     """Write an object, which appears whole or not at all. Raises PlaceError, UnavailableError and OSError."""
     place = parse_place(path)
     if place.scheme in ("http", "https"):
@@ -178,8 +178,8 @@ def write_file(path: str, content: Path | bytes, seconds: float | None = None) -
         with content.open("rb") as file:
             obstore.put(store_of(place), place.key, file)
 
-    retried(write, place, path, seconds)
-    if (found := find_file(path, seconds).size) != size:
+    retried(write, place, path, None)
+    if (found := find_file(path).size) != size:
         raise PlaceError(Reason("remote.size-differs", {"path": path, "bytes": found, "expected": size}))
 
 

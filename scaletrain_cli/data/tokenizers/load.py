@@ -321,14 +321,14 @@ def _require_no_class(section: TokenizerSpec, folder: Path = _HERE) -> None:
         raise TokenizerError(section.path, Reason("tokenizers.library-differs", {"class": name, "folder": str(beside)}))
 
 
-def given_tokenizer(section: TokenizerSpec, kept: Path | None = None) -> Any:
+def given_tokenizer(section: TokenizerSpec) -> Any:
     """Return the tokenizer of a spec, without truncation and padding, as ``tokenizer_content``. Raises UsageError."""
     from tokenizers import Tokenizer
 
     assert section.path is not None
     if section.kind == "file":
         return load_tokenizer(section.path, section.tokenizer_class)
-    return Tokenizer.from_str(tokenizer_content(section, kept=kept))
+    return Tokenizer.from_str(tokenizer_content(section))
 
 
 def tokenizer_identity(section: TokenizerSpec, folder: Path = _HERE) -> str:
