@@ -22,14 +22,6 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import either
 
 _LEAST_FP8_CAPABILITY = 8.9  # Ada and Hopper, the first with fp8 tensor cores
-# The axes that a group of ZeRO's shards excludes, and the code of the rule. engine/optim/deepspeed_optimizer.py
-# average_over_copies knows no stages and no experts. DeepSpeed divides all ranks of the run into groups for the second
-# copy, each with every weight once (deepspeed/utils/groups.py _create_zero_param_parallel_group), which is so only
-# where all ranks have the same weights.
-_SHARD_GROUPS = {
-    "zero_shard_size": (("pipeline", "expert"), "engine-shard-group-axis"),
-    "zero_secondary_shard_size": (("tensor", "pipeline", "expert"), "engine-secondary-axis"),
-}
 
 
 def searches_engine(spec: RunSpec) -> bool:
@@ -78,12 +70,18 @@ def submittable(spec: RunSpec, plan: RunPlan) -> list[Rule]:
 def axis_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
     """Yield the rules on degrees that the engine cannot run with this model, or with the groups of shards."""
     yield from workload_of(spec.model).engine_rules(spec, axes.tensor, axes.context)
-    for name, (excluded, code) in _SHARD_GROUPS.items():
-        size = getattr(spec.layout, name) or 1
-        over_all = name == "zero_shard_size" and size == axes.shards
-        for axis in () if size == 1 or over_all else excluded:
-            if getattr(axes, axis) > 1:
-                yield Rule(f"layout.{name}", size, code, {"axis": f"layout.{axis}_parallel"})
+    # engine/optim/deepspeed_optimizer.py average_over_copies knows no stages and no experts.
+    size = spec.layout.zero_shard_size or axes.shards
+    for axis in ("pipeline", "expert") if size != axes.shards else ():
+        if getattr(axes, axis) > 1:
+            yield Rule("layout.zero_shard_size", size, "engine-shard-group-axis", {"axis": f"layout.{axis}_parallel"})
+    # DeepSpeed divides all ranks of the run into groups for the second copy, each with every weight once
+    # (deepspeed/utils/groups.py _create_zero_param_parallel_group): all ranks must have the same weights.
+    size = spec.layout.zero_secondary_shard_size
+    for axis in ("tensor", "pipeline", "expert") if size > 1 else ():
+        if getattr(axes, axis) > 1:
+            params = {"axis": f"layout.{axis}_parallel"}
+            yield Rule("layout.zero_secondary_shard_size", size, "engine-secondary-axis", params)
 
 
 def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
@@ -125,7 +123,7 @@ def _about_shard_groups(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule("layout.zero_secondary_shard_size", second, "secondary-divides-ranks", fix=fix)
     if second > 1 and layout.offload == "optimizer+params":
         yield Rule("layout.zero_secondary_shard_size", second, "engine-secondary-offload")
-    for name in _SHARD_GROUPS:
+    for name in ("zero_shard_size", "zero_secondary_shard_size"):
         others = {
             "training.local_sgd.groups": layout.local_sgd_groups > 1,
             "training.optimizer.name": spec.training.optimizer.name == "muon",
