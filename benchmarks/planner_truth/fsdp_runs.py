@@ -92,8 +92,7 @@ def build_intern(row: Mapping[str, str]) -> Case:
     gpu = _INTERN_GPUS.get(row["gpu"])
     if gpu is None:
         raise Unmapped(f"no catalogue name for {row['gpu']}")
-    if "within groups" in row["dp_sharding"]:
-        raise Unmapped("ZeRO within groups of ranks")
+    group = re.search(r"within groups of (\d+)", row["dp_sharding"])
     sharded = row["dp_sharding"].startswith("FSDP")
     gpus, tensor, pipeline = whole(row, "n_gpus"), whole(row, "tp", 1), whole(row, "pp", 1)
     data, micro = whole(row, "dp", gpus // (tensor * pipeline)), whole(row, "mbs")
@@ -114,6 +113,8 @@ def build_intern(row: Mapping[str, str]) -> Case:
         training={"precision": "bf16", "grad_dtype": "bf16"},
         planner={"attention": "flash"},
     )
+    if group and int(group[1]) < data:
+        case = replace(case, layout=replace(case.layout, zero_shard_size=int(group[1])))
     return case if sharded else replace(case, program=InternEvo())
 
 

@@ -171,6 +171,16 @@ def test_a_pipeline_of_torchtitan_cuts_its_local_batch_into_single_sequences_and
     assert isinstance(flat.program, fsdp_runs.CompiledLoss)  # of runs that torch.compile compiled in 2025
 
 
+def test_runs_of_internevo_shard_their_optimizer_within_the_group_of_the_row() -> None:
+    row = {"model": "InternLM 7B", "gpu": "A100", "n_gpus": "16", "mbs": "2", "grad_accum": "2", "pp": "1"}
+    row |= {"layers": "", "hidden": "", "heads": "", "kv_heads": "", "ffn": "", "vocab": "", "seq_len": "2048"}
+    row |= {"act_recompute": "none", "dp_sharding": "ZeRO-1 within groups of 8"}
+    grouped = fsdp_runs.build_intern(row | {"dp": "16", "tp": "1", "gbs_samples": "64"}).layout
+    assert (grouped.zero_stage, grouped.zero_shard_size) == (1, 8)
+    whole = fsdp_runs.build_intern(row | {"dp": "8", "tp": "2", "gbs_samples": "32"}).layout
+    assert (whole.zero_stage, whole.zero_shard_size) == (1, 0)
+
+
 def test_the_script_prints_its_usage_and_exits_with_0(monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
     import planner_accuracy
 
