@@ -32,7 +32,7 @@ CHECKS = [
     if isinstance(found, Check) and found.findings.__module__ == theme.__name__
 ]
 TEXTS: Texts = {
-    "check-failed": "{check}: the record has a form that this version does not know",
+    "check-failed": "{check}: this version cannot read the record",
     "few-steps": "{steps:of step} measured; the loss is judged from {needed} on",
     "sampled": "{read:whole} of {last:of step} were read; what lasts a few steps is known from events of the guard "
     "only",

@@ -34,7 +34,7 @@ TEXTS: Texts = {
     "not-a-hub": ("{endpoint} does not answer as the Hugging Face Hub: {said}", "Check HF_ENDPOINT"),
     # What the cache lacks while no request may be sent.
     "offline-commit": (
-        "HF_HUB_OFFLINE is set, and the cache {cache} does not know {place}",
+        "HF_HUB_OFFLINE is set, and the cache {cache} does not contain {place}",
         "Fetch it where the hub can be reached, unset HF_HUB_OFFLINE, or set HF_HUB_CACHE to the cache that has it",
     ),
     "offline-files": (

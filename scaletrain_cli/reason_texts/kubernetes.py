@@ -87,7 +87,7 @@ TEXTS: Texts = {
     "not-installed": ("{where} has no {kind} of {api_version}", "Install it: {install}"),
     "served-in-other-versions": (
         "{where} has no {kind} of {api_version}: it serves {group} as {served:list}, and this version of ScaleTrain "
-        "knows {kind} as {known:list}",
+        "supports {kind} in {known:list}",
         "Use a version of ScaleTrain for that API, or a release of the controller that serves {api_version}",
     ),
     "not-served": "{where} has no {kind} of {api_version}",
@@ -284,7 +284,7 @@ TEXTS: Texts = {
         _CHOOSE_OWNER,
     ),
     "group-claim-unbound": "the claim is not bound yet",
-    "group-volume-unknown": "volume {volume} is of a kind that ScaleTrain does not know",
+    "group-volume-unknown": "volume {volume} is of a kind that ScaleTrain does not support",
     "group-volume-kind": "{kind}",
     "group-volume-unreadable": "you may not read its volume",
     "group-driver": "driver {driver} has fsGroupPolicy {policy}",

@@ -87,7 +87,7 @@ def url_problem(url: str) -> str:
     """Return why a text is not the URL of a webhook; empty if it is one."""
     try:
         parts = urlsplit(url)
-        host = parts.hostname if parts.username is None else None  # the HTTP library knows no names of users
+        host = parts.hostname if parts.username is None else None  # urllib does not support user names in URLs
         known = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
     except ValueError:
         known = False

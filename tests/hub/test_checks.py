@@ -259,7 +259,7 @@ def test_every_verb_works_offline_with_a_full_cache(hub: Hub, tmp_path: Path, mo
         assert not hub.log
     forget()
     monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
-    assert f"does not know {tiny.MODEL}@main" in refused(tmp_path, verb="plan")
+    assert f"does not contain {tiny.MODEL}@main" in refused(tmp_path, verb="plan")
 
 
 @pytest.mark.parametrize("verb", ["validate", pytest.param("plan", marks=pytest.mark.long), "submit"])
@@ -282,7 +282,7 @@ def test_offline_in_env_lets_no_verb_send_a_request(hub: Hub, tmp_path: Path) ->
     tiny.publish(hub)
     (tmp_path / "shared").mkdir()
     offline = ("cluster.scheduler=slurm", f"env={{HF_HOME: {tmp_path}/shared, HF_HUB_OFFLINE: '1'}}")
-    said = f"the cache {tmp_path}/shared/hub does not know {tiny.MODEL}@main"
+    said = f"the cache {tmp_path}/shared/hub does not contain {tiny.MODEL}@main"
     assert said in refused(tmp_path, *offline, verb="plan")
     spec = load_spec(tiny.write_spec(tmp_path), [one.replace("OFFLINE: '1'", "OFFLINE: '0'") for one in offline])
     for section in ("model", "data"):

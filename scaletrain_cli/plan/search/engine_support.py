@@ -35,7 +35,7 @@ def capabilities(spec: RunSpec) -> Capabilities:
         return framework_of(spec).capabilities
     if spec.layout.zero_shard_size or spec.layout.offload_device not in spec.training.optimizer.traits.offload:
         return replace(ENGINE, offload=("none",))
-    return replace(ENGINE, offload=ENGINE.offload[:2]) if spec.layout.zero_secondary_shard_size > 1 else ENGINE
+    return replace(ENGINE, offload=("none", "optimizer")) if spec.layout.zero_secondary_shard_size > 1 else ENGINE
 
 
 def opened(spec: RunSpec) -> RunSpec:
@@ -70,7 +70,7 @@ def submittable(spec: RunSpec, plan: RunPlan) -> list[Rule]:
 def axis_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
     """Yield the rules on degrees that the engine cannot run with this model, or with the groups of shards."""
     yield from workload_of(spec.model).engine_rules(spec, axes.tensor, axes.context)
-    # engine/optim/deepspeed_optimizer.py average_over_copies knows no stages and no experts.
+    # engine/optim/deepspeed_optimizer.py average_over_copies does not support pipeline or expert parallelism.
     size = spec.layout.zero_shard_size or axes.shards
     for axis in ("pipeline", "expert") if size != axes.shards else ():
         if getattr(axes, axis) > 1:
