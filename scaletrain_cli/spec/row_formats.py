@@ -82,12 +82,12 @@ def _message(entry: Any, number: int, column: str, fields: FieldsSpec) -> Messag
     if role == CALL:
         calls = [{"type": "function", "function": call} for call in _calls(content, number)]
         return {**message, "role": ASSISTANT, "content": "", "tool_calls": calls, CALL: True}
-    if CALL in message:
-        found["tool_calls"] = [{"type": "function", "function": call} for call in _calls(found.pop(CALL), number)]
-    elif "tool_calls" in message:
-        found["tool_calls"] = _calls(message["tool_calls"], number)
-        if not found["tool_calls"]:
-            del found["tool_calls"]
+    # Chat templates ask whether the value is true, or only whether the key is there: an empty value is left out.
+    call, calls = (from_json(found.pop(key, None)) for key in (CALL, "tool_calls"))
+    if call:
+        found["tool_calls"] = [{"type": "function", "function": each} for each in _calls(call, number)]
+    elif calls:
+        found["tool_calls"] = _calls(calls, number)
     if isinstance(content, list):
         found["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
         for part in found["content"]:

@@ -22,7 +22,7 @@ from scaletrain_cli.engine.data.row_writing import RowEncoder
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.row_examples import RowError
-from scaletrain_cli.spec.row_formats import parse_row
+from scaletrain_cli.spec.row_formats import messages_of, parse_row
 from tests.engine.data.test_chat_masks import DATE, FAMILIES, source, special_tokens, tokenizer
 from tests.spec.samples import SPEC, load
 from tests.tokenizer_kinds import write_tokenizer
@@ -205,6 +205,14 @@ def assistant(text: str | None, **more: Any) -> dict[str, Any]:
 
 def called(arguments: Any, key: str = "arguments") -> dict[str, Any]:
     return assistant("", tool_calls=[{"type": "function", "function": {"name": "time", key: arguments}}])
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+@pytest.mark.parametrize("empty", ["", " ", None, [], {}, "[]", "{}", "null"])
+def test_an_empty_value_of_calls_means_none(key: str, empty: Any) -> None:
+    """Chat templates ask whether the value is true; columns of data sets have "" or [] in turns without calls."""
+    (message,) = messages_of([assistant("It is 12:30.", **{key: empty})], "messages", FieldsSpec())
+    assert message == {"role": "assistant", "content": "It is 12:30."}
 
 
 CLOCK = [user("What time is it?"), called({}), {"role": "tool", "content": "12:30"}, assistant("It is 12:30.")]
