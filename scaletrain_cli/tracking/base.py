@@ -63,8 +63,8 @@ class TrackedRun:
 
     ``tracking_id``: eight letters and digits, the same in every attempt; a tracker creates one run under it and resumes
     that run later. ``folder``: the run directory. ``config``: the run spec as JSON values. ``attempt``: 1 is the first.
-    ``figures``: reads the run directory and returns figures of the run, in up to a few tenths of a second of CPU time;
-    None where nobody provides them.
+    ``figures``: reads the run directory and returns figures of the run, in a few tenths of a second of CPU time; None
+    where nobody provides them. ``last_step``: of the metrics that this tracker was given before; 0 without any.
     """
 
     run_id: str
@@ -73,6 +73,7 @@ class TrackedRun:
     config: Mapping[str, Any]
     attempt: int
     figures: Callable[[], RunFigures | None] = lambda: None
+    last_step: int = 0
 
 
 OptionText = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00]*$")]

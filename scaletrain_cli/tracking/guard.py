@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ class GuardedTracker:
 
     def _started(self, position: _Position) -> Tracker[Any]:
         tracker = self._make()
-        if (held := tracker.start(self._run)) is not None:
+        if (held := tracker.start(replace(self._run, last_step=position.last_step))) is not None:
             position.steps = dict(held)
         if tracker.rewinds:
             tracker.rewind(position.last_step)

@@ -45,9 +45,7 @@ class WandbTracker(Tracker[WandbOptions]):
         )
         self._run.define_metric("train/*", step_metric="train/step")
         self._run.define_metric("events/*", step_metric="train/step")
-        self._step = 0
-        if self.options.mode == "online" and self._run.resumed:
-            self._step = int(self._run.summary.get("train/step") or 0)
+        self._step = run.last_step
         return None
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
@@ -55,7 +53,8 @@ class WandbTracker(Tracker[WandbOptions]):
         self._run.log({"train/step": step, "train/time": seconds, **{f"train/{k}": v for k, v in values.items()}})
 
     def event(self, name: str, details: Mapping[str, Any], seconds: float) -> None:
-        self._run.log({"train/step": self._step, f"events/{name}": 1})
+        step = details.get("step")
+        self._run.log({"train/step": self._step if step is None else step, f"events/{name}": 1})
 
     def artifact(self, path: Path) -> None:
         self._run.save(str(path), base_path=str(self._folder), policy="now")

@@ -1,10 +1,7 @@
 """A run that is killed, preempted and resumed is one run in each tracker: all steps once, in order."""
 
-import json
 import os
 import signal
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import read_record
 from tests.drills.training_runs import STEPS, Drill, slowed, submit_drill
+from tests.tracking.wandb_files import offline_rows
 
 pytestmark = pytest.mark.drill
 
@@ -76,35 +74,6 @@ def test_a_killed_run_is_one_run_in_tensorboard_and_mlflow(dataset: Path, monkey
     assert list((drill.run.path / "mlflow-artifacts").rglob("run.json"))
 
 
-def leveldb_records(text: bytes) -> Iterator[bytes]:
-    """Yield the records of a file in LevelDB's log format, which begins with seven bytes of wandb's own."""
-    place, parts = 7, b""
-    while place + 7 <= len(text):
-        if 32768 - place % 32768 < 7:  # the rest of a block that is too short for a header
-            place += 32768 - place % 32768
-            continue
-        length, kind = struct.unpack_from("<HB", text, place + 4)
-        parts += text[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield parts
-            parts = b""
-
-
-def wandb_steps(file: Path) -> list[int]:
-    """Return ``train/step`` of each row with a loss in an offline file, which ``wandb sync`` sends in this order."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    steps = []
-    for data in leveldb_records(file.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
-        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        if "train/loss" in row:
-            steps.append(row["train/step"])
-    return steps
-
-
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_preempted_run_is_one_run_in_wandb_offline(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,4 +89,5 @@ def test_a_preempted_run_is_one_run_in_wandb_offline(dataset: Path, monkeypatch:
     assert len(folders) == 2
     assert all(folder.name.endswith(f"-{tracking_id}") for folder in folders)
     files = [folder / f"run-{tracking_id}.wandb" for folder in folders]
-    assert [step for file in files for step in wandb_steps(file)] == list(range(1, 13))
+    rows = [row for file in files for row in offline_rows(file) if "train/loss" in row]
+    assert [row["train/step"] for row in rows] == list(range(1, 13))

@@ -24,7 +24,7 @@ class Recorder(Tracker[TrackerOptions]):
     calls: ClassVar[list[tuple[Any, ...]]] = []
 
     def start(self, run: TrackedRun) -> Mapping[str, int] | None:
-        self.calls.append(("start", run.tracking_id, run.attempt))
+        self.calls.append(("start", run.tracking_id, run.attempt, run.last_step))
         return None
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
@@ -104,10 +104,10 @@ def test_a_tracker_gets_steps_events_and_artifacts_and_the_next_attempt_goes_on_
     assert Recorder.rows[5] == (5, {"validation_loss": 2.0})
     assert Recorder.rows[0] == (1, {"loss": 1.0, "attempt": 1})
     assert [call for call in Recorder.calls if call[0] != "event"] == [
-        ("start", "abcd1234", 1),
+        ("start", "abcd1234", 1, 0),
         ("artifact", "run.json"),
         ("finish", "preempted"),
-        ("start", "abcd1234", 2),
+        ("start", "abcd1234", 2, 5),
         ("finish", "finished"),
     ]
     assert [call[1] for call in Recorder.calls if call[0] == "event"] == ["started", "resumed"]
