@@ -213,13 +213,14 @@ class _Tokenizer:
             vocab_size = _USUAL_VOCABULARY.get(self._settings.kind, self._settings.vocab_size)
             return characters / characters_per_token(vocab_size) + len(texts)
         if self._loaded is None:
-            from scaletrain_cli.data.tokenizers.files import load_tokenizer
+            from scaletrain_cli.data.tokenizers.files import load_tokenizer, tokens_before
 
             self._loaded = load_tokenizer(str(self._folder / expand_home(path)), self._settings.tokenizer_class)
+            self._before = len(tokens_before(self._loaded))
         encoded = taken = 0
         for text in texts:
             part = text[: _MOST_CHARACTERS - taken]
-            encoded += len(self._loaded.encode(part).ids)
+            encoded += self._before + len(self._loaded.encode(part, add_special_tokens=False).ids)
             taken += len(part)
             if taken >= _MOST_CHARACTERS:
                 break

@@ -27,6 +27,7 @@ from scaletrain_cli.data.sources.formats import reader_of
 from scaletrain_cli.data.sources.records import BadRecord, Part, Record, TokenRecord, require_unchanged
 from scaletrain_cli.data.steps import identity, step_of
 from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
+from scaletrain_cli.data.tokenizers.files import parsed_tokenizer
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
@@ -47,20 +48,11 @@ class TokenizerSettings:
     dtype: str
     unknown: int | None
 
-    @classmethod
-    def of(cls, content: str) -> TokenizerSettings:
-        """Return the settings of a tokenizer.json. Raises UsageError if no token ends documents."""
-        return loaded_tokenizer(content)[0]
-
 
 @lru_cache(maxsize=2)
 def loaded_tokenizer(content: str) -> tuple[TokenizerSettings, Any]:
-    """Return a tokenizer.json as a Tokenizer without truncation and padding, once per process. Raises UsageError."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(content)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    """Return a tokenizer.json as a Tokenizer, once per process. Raises UsageError, also if no token ends documents."""
+    tokenizer = parsed_tokenizer(content.encode(), "")
     known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
     if (end := next((token for token in known if token is not None), None)) is None:
         raise UsageError(Reason("engine.tokenizer-without-end-of-text", {"path": "", "tokens": list(ENDS_OF_TEXT)}))
@@ -82,21 +74,15 @@ def token_documents(part: Part, tokenizer: TokenizerSettings) -> Iterator[TokenR
     with_ends = part.file.kind == "megatron"
     records = reader_of(part.file).records(part) if with_ends else _from_array(part, tokenizer.end_of_text)
     for record in records:
-        if isinstance(record, TokenRecord):
-            end = tokenizer.end_of_text
-            content = record.tokens[:-1] if len(record.tokens) and record.tokens[-1] == end else record.tokens
-            if len(content):
-                yield _checked(record, tokenizer)
-        elif isinstance(record, BadRecord):
+        if isinstance(record, BadRecord):
             yield record
-
-
-def _checked(record: TokenRecord, tokenizer: TokenizerSettings) -> TokenRecord | BadRecord:
-    low, high = int(record.tokens.min()), int(record.tokens.max())
-    if low < 0 or high >= tokenizer.vocab_size:
-        params = {"id": high if low >= 0 else low, "size": tokenizer.vocab_size}
-        return BadRecord(record.place, Reason("sources.id-outside-vocabulary", params))
-    return record
+        elif isinstance(record, TokenRecord) and record.tokens[:2].tolist() not in ([], [tokenizer.end_of_text]):
+            low, high = int(record.tokens.min()), int(record.tokens.max())
+            if low < 0 or high >= tokenizer.vocab_size:
+                params = {"id": high if low >= 0 else low, "size": tokenizer.vocab_size}
+                yield BadRecord(record.place, Reason("sources.id-outside-vocabulary", params))
+            else:
+                yield record
 
 
 def _from_array(part: Part, end_of_text: int) -> Iterator[TokenRecord | BadRecord]:

@@ -122,7 +122,7 @@ def spread(tasks: Sequence[Task]) -> list[Task]:
     return sorted(tasks, key=lambda task: int(f"{task.number:0{bits}b}"[::-1], 2))
 
 
-_TOKENS = "tokens/v1"  # raised with every change of the tokens of equal documents
+_TOKENS = "tokens/v2"  # raised with every change of the tokens of equal documents
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _key_without_duplicates(chain: Chain, key: str, place: int) -> str:
 
 
 def _dataset_key(preparation: Preparation, tokenizer: str, chain: Chain) -> str:
-    settings = asdict(TokenizerSettings.of(tokenizer))
+    settings = asdict(loaded_tokenizer(tokenizer)[0])
     return chained(_TOKENS, chain.steps[-1].key, settings, preparation.validation_share)
 
 
@@ -286,7 +286,7 @@ def _first_step(preparation: Preparation, steps: Path, source: Source) -> Chain:
     if source.is_tokenized:
         if not preparation.tokenizer:
             raise UsageError(Reason("data.tokens-without-tokenizer", {"source": source.name}))
-        settings = TokenizerSettings.of(preparation.tokenizer)
+        settings = loaded_tokenizer(preparation.tokenizer)[0]
     return chain_of(steps, source, (), skips_bad=preparation.skips_bad, tokenizer=settings)
 
 
@@ -328,7 +328,7 @@ def _finish(work: Work, tokenizer: str, validation_share: float, prepared: Seque
             _write_tokens(tokenizer, validation_share, replace(work, tasks=(task,)))
     write_report(work, prepared)
     write_whole(dataset / "tokenizer.json", tokenizer)
-    description = _description(work, TokenizerSettings.of(tokenizer))
+    description = _description(work, loaded_tokenizer(tokenizer)[0])
     write_whole(dataset / "dataset.json", json.dumps(description, indent=1) + "\n")
     open_to_readers(dataset)
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError, HashedFile
 from scaletrain_cli.data.drafts import draft_of, folder_written_whole
+from scaletrain_cli.data.tokenizers.files import tokens_before, with_start
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document, undamaged_as
@@ -81,18 +82,16 @@ class Statistics:
 
 def length_range(tokens: int) -> int:
     """Return the least length of the range that a length is in: 0, or 1 or 1.5 times a power of two."""
-    if tokens < 2:
-        return tokens
-    power = 1 << (tokens.bit_length() - 1)
-    return power * 3 // 2 if tokens >= power * 3 // 2 else power
+    return tokens - tokens % _range_width(tokens)
 
 
 def length_range_end(least: int) -> int:
     """Return the largest length in a range, given its least one."""
-    if least < 2:
-        return least
-    power = 1 << (least.bit_length() - 1)
-    return (2 * power if least > power else power * 3 // 2) - 1
+    return least + _range_width(least) - 1
+
+
+def _range_width(length: int) -> int:
+    return max(1, (1 << length.bit_length()) // 4)  # half of the largest power of two up to it
 
 
 SCHEMA = "scaletrain.dataset/v4"
@@ -137,12 +136,15 @@ def split_of(content: bytes, validation_share: float) -> str:
 
 
 def encoded(tokenizer: Any, texts: Iterable[str], end_of_text: int, dtype: str) -> Iterator[Encoded]:
-    """Yield the tokens of texts. Holds few documents at a time."""
+    """Yield the tokens of texts, without what the tokenizer puts behind a text. Holds few documents at a time."""
     # without the offsets of tokens in the text, which are not used
     encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+    before = tokens_before(tokenizer)
     for batch in _batches(iter(texts)):
-        for text, found in zip(batch, encode(batch), strict=True):
-            yield Encoded(text.encode(), np.array([*found.ids, end_of_text], dtype), text)
+        for text, found in zip(batch, encode(batch, add_special_tokens=False), strict=True):
+            ids = with_start(found.ids, before)
+            ends = [] if ids[-1:] == [end_of_text] else [end_of_text]
+            yield Encoded(text.encode(), np.array([*ids, *ends], dtype), text)
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:

@@ -100,6 +100,18 @@ def parsed_tokenizer(content: bytes, path: str) -> Any:
     return tokenizer
 
 
+def tokens_before(tokenizer: Any) -> list[int]:
+    """Return the special tokens that a tokenizer puts before each text, such as that of <s>."""
+    letter = tokenizer.encode("a")
+    found: list[int] = letter.ids[: [*letter.special_tokens_mask, 0].index(0)]
+    return found
+
+
+def with_start(ids: list[int], before: list[int]) -> list[int]:
+    """Return ``tokens_before`` and the tokens of a text, which were encoded alone and may begin with them already."""
+    return ids if ids[: len(before)] == before else [*before, *ids]
+
+
 def without_end(ids: list[int], ends: Collection[int]) -> list[int]:
     """Return the tokens of a prompt, without the end of a text that some tokenizers put behind it."""
     return ids[:-1] if len(ids) > 1 and ids[-1] in ends else ids

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.tokenizers.chat_templates import TemplateFiles
+from scaletrain_cli.data.tokenizers.files import tokens_before, with_start
 from scaletrain_cli.engine.data.chat_template import (
     ChatTemplate,
     Span,
@@ -107,8 +108,7 @@ class ChatTokenizer:
         """
         self._tokenizer, self._files, self._loss_on, self.images = tokenizer, files, data.loss_on, images
         self._name = data.tokenizer.path or "bpe"
-        letter = tokenizer.encode("a")
-        self._before: list[int] = letter.ids[: [*letter.special_tokens_mask, 0].index(0)]
+        self._before = tokens_before(tokenizer)
         self.end = next((name for name in (files.tokens.get("eos_token"), *ENDS_OF_TEXT) if self._is_token(name)), None)
         stops = {files.tokens.get("eos_token"), *map(tokenizer.id_to_token, files.stop_ids)}
         added = tokenizer.get_added_tokens_decoder().values()
@@ -252,11 +252,8 @@ class ChatTokenizer:
         return (text if text.endswith(self.end) else text + self.end), frozenset({self.end})
 
     def _weighted(self, text: _Text, encoding: Any, of_prompt: Any) -> Encoded | RowError:
-        # A text may begin with the special token itself. Those that the tokenizer puts behind a text are left out:
-        # texts have their end, and prompts none.
-        has_start = not text.special or encoding.ids[: len(self._before)] == self._before
-        before = [] if has_start else self._before
-        ids = np.array([*before, *encoding.ids], np.int64)
+        # Special tokens that the tokenizer puts behind a text are left out: texts have their end, and prompts none.
+        ids = np.array(with_start(encoding.ids, self._before) if text.special else encoding.ids, np.int64)
         weights = np.zeros(len(ids), np.float32)
         if text.spans is not None:
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -269,7 +266,7 @@ class ChatTokenizer:
             around = text.text[max(0, border - _CHARACTERS_SHOWN) : border + _CHARACTERS_SHOWN]
             return RowError("prompt-not-a-prefix", around=around)
         else:
-            weights[0 if text.prompt is None else len(before) + len(of_prompt.ids) :] = 1
+            weights[0 if text.prompt is None else len(ids) - len(encoding.ids) + len(of_prompt.ids) :] = 1
         encoded = Encoded(ids, weights, text.lacks, frozenset(map(self._tokenizer.token_to_id, text.stops)))
         return encoded if self.images is None else self._with_copies(encoded, text.images)
 

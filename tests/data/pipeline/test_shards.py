@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile
 from scaletrain_cli.data.pipeline.schedule import Workers
@@ -46,6 +46,20 @@ def test_a_shard_has_the_tokens_of_a_plain_loop(tokenizer: Tokenizer, tmp_path: 
         assert getattr(info, f"{split}_documents") == len(ends[split])
     assert info.bytes == sum(len(text.encode()) for text in TEXTS)
     assert 0.1 < info.validation_documents / len(TEXTS) < 0.3
+
+
+@pytest.mark.parametrize("around", ["$A", "$A <eos>", "<bos> $A", "<bos> $A <eos>", "<bos> $A <sep>"])
+@pytest.mark.parametrize(("start", "end"), [("", ""), ("<bos>", "<eos>")])
+def test_a_document_has_the_start_of_its_tokenizer_and_the_end_of_text_once(start: str, end: str, around: str) -> None:
+    tokenizer = trained_tokenizer(TEXTS, 400)
+    marks = ["<bos>", "<eos>", "<sep>"]
+    tokenizer.add_special_tokens(marks)
+    ids = [(mark, tokenizer.token_to_id(mark)) for mark in marks]
+    tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+    (document,) = encoded(tokenizer, [f"{start}The 7th document.{end}"], tokenizer.token_to_id("<eos>"), "uint16")
+    begins = "<bos>" if start or around.startswith("<bos>") else ""
+    expected = tokenizer.encode(f"{begins}The 7th document.<eos>", add_special_tokens=False)
+    assert document.tokens.tolist() == expected.ids
 
 
 def test_a_killed_worker_is_an_error_that_says_so() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from scaletrain_cli.data.pipeline.chain import TokenizerSettings, token_documents
+from scaletrain_cli.data.pipeline.chain import loaded_tokenizer, token_documents
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare
 from scaletrain_cli.data.pipeline.shards import split_of
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
@@ -98,7 +98,7 @@ def test_a_megatron_set_keeps_its_documents(with_ends: bool, tokenizer: str, tmp
 def test_an_array_is_cut_at_its_end_of_text_tokens_by_tasks_of_any_size(
     kind: str, tokenizer: str, tmp_path: Path
 ) -> None:
-    settings = TokenizerSettings.of(tokenizer)
+    settings, _ = loaded_tokenizer(tokenizer)
     for task_bytes, last_end in ((4, True), (30, False), (1000, True), (1 << 20, False)):
         given = source(array(tmp_path / "set", DOCUMENTS, kind, last_end), kind)
         parts = [part for task in tasks_of(given, task_bytes) for part in task.parts]
