@@ -266,6 +266,10 @@ TEXTS: Texts = {
         "{checkpoint} has no averaged weights",
         "A run has them with training.averaging, of name: checkpoints in the last quarter of its steps.",
     ),
+    "weight-too-large": (
+        "{name} has values up to {largest:.6g}, too large for {dtype}",
+        "Export with --dtype fp32, or with bf16, which holds values up to 3.39e38.",
+    ),
     "output-exists": ("{path} exists and is not overwritten", "Give another folder with --output."),
     "disk-too-small": (
         "{folder} has {free_bytes:bytes} free and checkpoints will need {checkpoints} x {checkpoint_bytes:bytes} "

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,13 +28,7 @@ from scaletrain_cli.data.prepared import find_run_datasets
 from scaletrain_cli.data.tokenizers.chat_templates import template_files
 from scaletrain_cli.data.tokenizers.files import load_tokenizer, parsed_tokenizer, special_tokens, tokenizer_file
 from scaletrain_cli.data.tokenizers.load import tokenizer_content
-from scaletrain_cli.engine.checkpoint.adapter_export import (
-    Base,
-    MergedWeights,
-    Weights,
-    exported_model,
-    peft_files,
-)
+from scaletrain_cli.engine.checkpoint.adapter_export import Base, MergedWeights, Weights, exported_model, peft_files
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, OUTER, WEIGHT
 from scaletrain_cli.engine.data.images.captions import caption_tokens
@@ -80,10 +75,6 @@ class TextFiles:
     files: dict[str, bytes]
     ids: dict[str, Any]
     classes: Sequence[str] = ()
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return "tokenizer.json" in self.files
 
 
 def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> TextFiles:
@@ -381,7 +372,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
         written = export_adapter(options.checkpoints[0], spec, options.output, text, base, averaged=options.averaged)
     else:
         written = export(options.checkpoints, spec, options.output, dtype, text, averaged=options.averaged)
-    return {**written, "tokenizer": str(options.output / "tokenizer.json") if text.has_tokenizer else None}
+    return {**written, "tokenizer": str(options.output / "tokenizer.json") if "tokenizer.json" in text.files else None}
 
 
 def export(
@@ -400,7 +391,8 @@ def export(
     Adapters are merged into the weights.
     """
     model = exported_model(spec.model) if isinstance(spec.model, ModelSpec) else spec.model
-    config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    type_name = str(dtype).removeprefix("torch.")
+    config = to_hugging_face(model) | {"torch_dtype": type_name}
     if isinstance(model, ClipSpec):  # the model itself needs the end of a caption
         config["text_config"] |= {name: number for name, number in text.ids.items() if number is not None}
     else:
@@ -422,10 +414,13 @@ def export(
         files = list(_files({name: each.shape for name, each in stored.items()}, dtype.itemsize, largest_file_bytes))
 
         def read(matrix: str) -> Tensor:
-            total = sources[0].read(matrix, shapes[matrix])
-            for source in sources[1:]:
-                total = total + source.read(matrix, shapes[matrix])  # not in place: the first may be a view of a file
-            return (total / len(sources)).to(exact.get(matrix, dtype))  # counters are rounded down
+            # Not in place: the first may be a view of a file.
+            mean = reduce(torch.add, (source.read(matrix, shapes[matrix]) for source in sources)) / len(sources)
+            values = mean.to(exact.get(matrix, dtype))  # counters are rounded down
+            if (values.isinf() & mean.isfinite()).any():
+                params = {"name": matrix, "largest": mean[mean.isfinite()].abs().max().item(), "dtype": type_name}
+                raise UsageError(Reason("engine.weight-too-large", params))
+            return values
 
         place: dict[str, str] = {}
         for number, names in enumerate(files, start=1):

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import resource
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -184,6 +185,29 @@ def test_a_failed_export_leaves_no_files_and_an_existing_folder_is_not_changed(t
         export([folder], spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
 
 
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 65_520.0), (torch.bfloat16, 3.4e38)])
+def test_a_weight_that_is_too_large_for_the_type_of_an_export_is_refused(
+    dtype: torch.dtype, value: float, tmp_path: Path
+) -> None:
+    weights, name = contents(LLAMA), "model.layers.1.mlp.down_proj.weight"
+    weights[name][3, 2] = -value
+    folder = checkpoint_of(tmp_path / "step-00000001", weights)
+    with pytest.raises(UsageError, match=re.escape(f"{name} has values up to {value:g}, too large for ")) as refused:
+        export([folder], spec_of(LLAMA), tmp_path / "out", dtype, NO_TEXT, largest_file_bytes=2_000)
+    assert "--dtype fp32" in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    export([folder], spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
+    assert loaded(tmp_path / "out", LLAMA)[name][3, 2] == -torch.tensor(value)
+
+
+def test_the_largest_weight_of_fp16_and_infinite_ones_of_the_checkpoint_are_exported(tmp_path: Path) -> None:
+    weights, name = contents(LLAMA), "model.norm.weight"
+    weights[name][:2] = torch.tensor([65_504.0, torch.inf])
+    folder = checkpoint_of(tmp_path / "step-00000001", weights)
+    export([folder], spec_of(LLAMA), tmp_path / "out", torch.float16, NO_TEXT)
+    assert loaded(tmp_path / "out", LLAMA)[name][:2].tolist() == [65_504.0, torch.inf]
+
+
 @pytest.mark.parametrize(
     ("dims", "key"),
     [
@@ -295,7 +319,7 @@ def test_tokenizer_files_of_loaded_weights_are_exported(tmp_path: Path) -> None:
 def test_without_a_tokenizer_no_token_id_is_exported(tmp_path: Path) -> None:
     spec = text_spec(tmp_path)
     text = text_files(spec, tmp_path / "runs")
-    assert not text.has_tokenizer
+    assert "tokenizer.json" not in text.files
     weights = contents(spec.transformer.model_dump())
     export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, text)
     config = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
