@@ -6,6 +6,7 @@ memory, whatever layout saved the checkpoint.
 
 import argparse
 import contextlib
+import glob
 import json
 import math
 import os
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, check_base_of, read_base, read_checkpoint
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import datasets_file, read_entries, recorded_folders
-from scaletrain_cli.safe_files import create_file, expand_home, make_folder, open_to_read
+from scaletrain_cli.safe_files import create_file, expand_home, locked, make_folder, open_to_read
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 from scaletrain_cli.spec.hub_files import TOKENIZER_FILES
@@ -92,7 +92,12 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
     tokenizer = _converted_tokenizer(spec)
     with contextlib.suppress(UsageError):
         tokenizer = tokenizer if trained is None else tokenizer_file(str(trained), class_name)
-    candidates = _tokenizers(spec, trained)
+    # Their folders may state special tokens, ids and templates; those of the weights come last.
+    path, weights = spec.data.tokenizer.path, spec.language_weights
+    candidates = [] if path is None else [expand_home(path)]
+    if trained is not None and spec.training.objective != "causal_lm":  # a trained tokenizer has a chat template
+        candidates.append(trained)
+    candidates += [] if weights is None else [expand_home(weights) / "tokenizer.json"]
     if tokenizer is None:
         return TextFiles({}, _stated_ids([path.parent for path in candidates[-1:]]))
     vocabulary = _vocabulary(tokenizer)
@@ -120,16 +125,7 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
     return TextFiles(_with_trained_templates(spec, files), _with_stops(ids, stops))
 
 
-def _tokenizers(spec: RunSpec, trained: Path | None) -> list[Path]:
-    """Return the paths of tokenizers whose folders may state special tokens, ids and templates; the weights last."""
-    path, weights = spec.data.tokenizer.path, spec.language_weights
-    found = [] if path is None else [expand_home(path)]
-    if trained is not None and spec.training.objective != "causal_lm":  # a trained tokenizer has a chat template
-        found.append(trained)
-    return found if weights is None else [*found, expand_home(weights) / "tokenizer.json"]
-
-
-def image_files(spec: RunSpec, text: Mapping[str, bytes] = MappingProxyType({})) -> dict[str, bytes]:
+def image_files(spec: RunSpec, text: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the files with which transformers prepares images as the evaluation of this run does, by their names.
 
     Empty for a language model. CLIP's processor resizes, crops and normalizes images for every family; it has no other
@@ -347,7 +343,7 @@ LARGEST_FILE_BYTES = 5_000_000_000  # the file size limit of transformers
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # By an objective or a loss: what transformers makes of outputs, where it is not the softmax over classes.
 _PROBLEM_TYPES = {"regression": "regression", "bce": "multi_label_classification"}
-_NO_RANK = -1  # no rank: reads from all files
+_LOCK = ".lock"  # in the draft of an export
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
@@ -475,18 +471,28 @@ def _draft_of(output: Path) -> Generator[Path]:
     """
     if output.exists():
         raise UsageError(Reason("engine.output-exists", {"path": str(output)}))
+    remove_left_drafts(output)
     draft = output.with_name(f".{output.name}.{os.urandom(8).hex()}.tmp")
     make_folder(draft, mode=0o777, exist_ok=False)
     try:
-        yield draft
-        for path in draft.glob("*.safetensors"):  # which safetensors leaves in memory, readable for the owner only
-            path.chmod(draft.stat().st_mode & 0o666)
-            with open_to_read(path) as file:
-                os.fsync(file.fileno())
-        draft.rename(output)
-    except BaseException:
+        with locked(draft / _LOCK):
+            yield draft
+            for path in draft.glob("*.safetensors"):  # which safetensors leaves in memory, readable for the owner only
+                path.chmod(draft.stat().st_mode & 0o666)
+                with open_to_read(path) as file:
+                    os.fsync(file.fileno())
+            draft.rename(output)
+            (output / _LOCK).unlink()  # not before: without it the draft could be taken for one that was left
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        raise
+
+
+def remove_left_drafts(output: Path) -> None:
+    """Remove what killed exports to the same folder have written; a living one holds the lock of its draft."""
+    for draft in output.parent.glob(f".{glob.escape(output.name)}.{'[0-9a-f]' * 16}.tmp"):
+        with contextlib.suppress(OSError), locked(draft / _LOCK, wait_seconds=0) as is_left:
+            if is_left:
+                shutil.rmtree(draft)
 
 
 def stored_layout(shapes: dict[str, tuple[int, ...]], model: AnyModel, config: Mapping[str, Any]) -> dict[str, Stored]:
@@ -532,19 +538,17 @@ class SavedWeights:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a matrix in fp32. Parameters that are not averaged, because they never train, have their weights."""
         whole = Slice(name, shape, None, 0, torch.Size(shape).numel())
-        for kind in (self.kind, WEIGHT):
-            if self.reader.has(kind, name):
-                return self.reader.read(kind, whole).view(shape)
-        if self.base is None:
-            return self.reader.read(self.kind, whole).view(shape)  # raises the error of an incomplete checkpoint
-        return self.base.read(name, shape, None).float()
+        stored = next((kind for kind in (self.kind, WEIGHT) if self.reader.has(kind, name)), None)
+        if stored is None and self.base is not None:
+            return self.base.read(name, shape, None).float()
+        return self.reader.read(stored or self.kind, whole).view(shape)  # raises the error of an incomplete checkpoint
 
 
 def _open(checkpoint: Path, kind: str, model: AnyModel) -> SavedWeights:
     found = read_checkpoint(checkpoint)
     if not isinstance(found, Checkpoint):
         raise ScaletrainError(Reason("engine.not-a-checkpoint", {"path": str(checkpoint), "problem": str(found)}))
-    reader = StateReader(checkpoint, _NO_RANK, (), found.files)
+    reader = StateReader(checkpoint, -1, (), found.files)  # of no rank, which reads from all files
     if kind == WEIGHT and OUTER in reader.kinds:
         kind = OUTER
     if kind not in reader.kinds:

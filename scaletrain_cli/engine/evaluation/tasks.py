@@ -23,7 +23,7 @@ from scaletrain_cli.data.pipeline.tasks import documents
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.tokenizers.files import load_tokenizer
 from scaletrain_cli.engine.checkpoint.adapter_export import exported_model
-from scaletrain_cli.engine.checkpoint.export import export, text_files
+from scaletrain_cli.engine.checkpoint.export import export, remove_left_drafts, text_files
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss
 from scaletrain_cli.engine.model.base import CausalLM
@@ -186,8 +186,7 @@ def copy_weights(run: RunDir, record: RunRecord, step: int, output: Path) -> Non
 
     Raises UsageError if the checkpoint is missing or damaged.
     """
-    for draft in output.parent.glob(f".{output.name}.*.tmp"):  # of an attempt that was killed while it wrote
-        shutil.rmtree(draft, ignore_errors=True)
+    remove_left_drafts(output)  # also if the checkpoint has gone since
     path = checkpoint_path(checkpoint_folder(run, record.spec), step)
     checkpoint = read_checkpoint(path)
     problems = verify(checkpoint) if isinstance(checkpoint, Checkpoint) else [str(checkpoint)]

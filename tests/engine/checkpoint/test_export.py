@@ -3,6 +3,9 @@ import json
 import os
 import re
 import resource
+import signal
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -171,6 +174,46 @@ def test_an_export_to_a_full_disk_ends_with_the_error_of_the_system(tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (raised.value.errno, Path(raised.value.filename).name) == (errno.EFBIG, "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+KILLED = """
+import os, signal, sys
+from scaletrain_cli.engine.checkpoint.export import run_command
+
+os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+run_command(sys.argv[1:])
+"""
+
+
+def test_what_killed_exports_to_a_folder_have_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    folder, spec = checkpoint_of(tmp_path / "step-00000001", contents(LLAMA)), tmp_path / "spec.json"
+    spec.write_text(spec_of(LLAMA).model_dump_json(by_alias=True))
+    words = [spec, tmp_path / "[out]", tmp_path / "runs", folder]
+    assert subprocess.run([sys.executable, "-c", KILLED, *map(str, words)]).returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob(".*.tmp")
+    of_the_user, of_others = tmp_path / ".[out].old.tmp", tmp_path / ".other.0123456789abcdef.tmp"
+    of_the_user.mkdir()
+    of_others.mkdir()
+    export([folder], spec_of(LLAMA), tmp_path / "[out]", torch.float32, NO_TEXT)
+    assert not left.exists()
+    assert {*tmp_path.iterdir()} == {folder, spec, tmp_path / "[out]", of_the_user, of_others}
+
+
+def test_what_a_living_export_writes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint_of(tmp_path / "step-00000001", contents(LLAMA))
+    drafts: list[Path] = []
+
+    def export_beside(descriptor: int) -> None:
+        monkeypatch.undo()
+        export([folder], spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
+        drafts.extend(tmp_path.glob(".out.*.tmp"))
+
+    monkeypatch.setattr(os, "fsync", export_beside)
+    with pytest.raises(OSError, match="not empty"):
+        export([folder], spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
+    assert len(drafts) == 1
+    torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), contents(LLAMA), rtol=0, atol=0)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "out"}
 
 
 def test_a_failed_export_leaves_no_files_and_an_existing_folder_is_not_changed(tmp_path: Path) -> None:

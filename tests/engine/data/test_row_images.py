@@ -347,7 +347,7 @@ def test_an_export_prepares_images_as_the_run_did(aspect: str, folder: Path) -> 
     from scaletrain_cli.engine.data.images.reading import RowPixels
 
     given = spec(folder, f"data.images.aspect={aspect}")
-    files = {name: json.loads(content) for name, content in image_files(given).items()}
+    files = {name: json.loads(content) for name, content in image_files(given, {}).items()}
     assert files["processor_config.json"]["patch_size"] ** 2 * COPIES == SIDE**2
     theirs = LlavaImageProcessorPil(**files["preprocessor_config.json"])
     mean, std = (np.array(each) for each in given.data.images.normalization("llava", 3))
