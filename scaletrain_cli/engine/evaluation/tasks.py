@@ -23,7 +23,8 @@ from scaletrain_cli.data.pipeline.tasks import documents
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.tokenizers.files import load_tokenizer
 from scaletrain_cli.engine.checkpoint.adapter_export import exported_model
-from scaletrain_cli.engine.checkpoint.export import export, remove_left_drafts, text_files
+from scaletrain_cli.engine.checkpoint.export import export, remove_left_drafts
+from scaletrain_cli.engine.checkpoint.tokenizer_export import text_files
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss
 from scaletrain_cli.engine.model.base import CausalLM

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from scaletrain_cli.engine.checkpoint.export import TextFiles, export, text_files
+from scaletrain_cli.engine.checkpoint.export import export
 from scaletrain_cli.engine.checkpoint.shard_file import (
     Entry,
     ShardHeader,
@@ -24,6 +24,7 @@ from scaletrain_cli.engine.checkpoint.shard_file import (
     shard_parts,
     write_parts,
 )
+from scaletrain_cli.engine.checkpoint.tokenizer_export import TextFiles, text_files
 from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext

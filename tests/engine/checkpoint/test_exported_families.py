@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scaletrain_cli.engine.checkpoint.export import export, export_adapter, text_files
+from scaletrain_cli.engine.checkpoint.export import export, export_adapter
+from scaletrain_cli.engine.checkpoint.tokenizer_export import text_files
 from scaletrain_cli.engine.model.materialization import stored_buffers
 from scaletrain_cli.spec.adapter import AdapterSpec
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES

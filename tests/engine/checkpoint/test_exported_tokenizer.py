@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from scaletrain_cli.engine.checkpoint.export import TextFiles, export, text_files
+from scaletrain_cli.engine.checkpoint.export import export
+from scaletrain_cli.engine.checkpoint.tokenizer_export import TextFiles, text_files
 from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.spec import DataSpec, RunSpec
 from tests.engine.checkpoint.test_export import checkpoint_of, spec_of

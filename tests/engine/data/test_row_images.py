@@ -343,7 +343,7 @@ def test_an_export_prepares_images_as_the_run_did(aspect: str, folder: Path) -> 
     """By LLaVA's image processor of transformers with the exported settings."""
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
-    from scaletrain_cli.engine.checkpoint.export import image_files
+    from scaletrain_cli.engine.checkpoint.tokenizer_export import image_files
     from scaletrain_cli.engine.data.images.reading import RowPixels
 
     given = spec(folder, f"data.images.aspect={aspect}")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from scaletrain_cli.engine.checkpoint.export import TextFiles, export, export_adapter
+from scaletrain_cli.engine.checkpoint.export import export, export_adapter
+from scaletrain_cli.engine.checkpoint.tokenizer_export import TextFiles
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.submit import make_record
 from scaletrain_cli.plan import make_plan

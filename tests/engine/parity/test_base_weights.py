@@ -9,8 +9,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from scaletrain_cli.engine.checkpoint.export import TextFiles, export
+from scaletrain_cli.engine.checkpoint.export import export
 from scaletrain_cli.engine.checkpoint.shard_file import ShardFile
+from scaletrain_cli.engine.checkpoint.tokenizer_export import TextFiles
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.trained_parameters import base_names
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid

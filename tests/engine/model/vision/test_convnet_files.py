@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scaletrain_cli.data.prepared import prepare_run_datasets
-from scaletrain_cli.engine.checkpoint.export import export, text_files
+from scaletrain_cli.engine.checkpoint.export import export
+from scaletrain_cli.engine.checkpoint.tokenizer_export import text_files
 from scaletrain_cli.engine.compose import _weights
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.base import VisionModel
