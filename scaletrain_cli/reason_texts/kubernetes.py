@@ -13,12 +13,9 @@ _FIX_NODE = (
 )
 _RESUME = "scaletrain resume {run} continues it"
 _LOGS = "scaletrain logs {run} shows what the pods printed, while they exist or where it was fetched"
-_IN_QUEUE = "waits in queue {queue}: {said}"
 _CONTAINER = "({state}: {said})"
 _EVENT = "{object}: {event}: {said}"
-_EVICTED = "evicted by Kueue ({event}: {said})"
 _HELD = "held by Kueue: spec.active of Workload {workload} is false"
-_HELD_SAID = f"{_HELD} ({{said}})"
 _CONTEXT = ("Set $KUBECONFIG, or cluster.kubernetes.context to one of `kubectl config get-contexts`",)
 _CHECK_SERVER = "Check the VPN, the server and the context"
 _ASK_RIGHT = "Ask an administrator for the right to {verb} {resource}: {roles} has all that is needed"
@@ -382,22 +379,18 @@ TEXTS: Texts = {
     "unknown, or Kueue is not running or does not manage {kind}s. It waits indefinitely; `kubectl get "
     "workloadpriorityclasses` shows the classes",
     "held": _HELD,
-    "held-after-eviction": _HELD_SAID,
-    "given-up": _HELD_SAID,
+    **dict.fromkeys(("held-after-eviction", "given-up"), f"{_HELD} ({{said}})"),
     "queued": "waits in queue {queue}",
-    "queued-for-quota": _IN_QUEUE,
-    "queue-missing": _IN_QUEUE,
-    "queue-inactive": _IN_QUEUE,
-    "queue-without-quota": _IN_QUEUE,
-    "queue-over-capacity": _IN_QUEUE,
+    **dict.fromkeys(
+        ("queued-for-quota", "queue-missing", "queue-inactive", "queue-without-quota", "queue-over-capacity"),
+        "waits in queue {queue}: {said}",
+    ),
     "admission-check": "has its quota in queue {queue}; admission check {check} reports: {said}",
-    "preempted": "preempted by Kueue ({said})",
-    "preempted-in-cohort": "preempted by Kueue ({said})",
-    "evicted": _EVICTED,
-    "evicted-queue-stopped": _EVICTED,
-    "evicted-node-failure": _EVICTED,
-    "evicted-image": _EVICTED,
-    "evicted-volume": _EVICTED,
+    **dict.fromkeys(("preempted", "preempted-in-cohort"), "preempted by Kueue ({said})"),
+    **dict.fromkeys(
+        ("evicted", "evicted-queue-stopped", "evicted-node-failure", "evicted-image", "evicted-volume"),
+        "evicted by Kueue ({event}: {said})",
+    ),
     "requeued": "it is queued again at {time}",
     "pods-suspending": "{pods:of pod} still saving and exiting",
     # Pods that wait or start.
@@ -413,17 +406,13 @@ TEXTS: Texts = {
     "container-not-created": f"pod {{pod}}: the container cannot be created {_CONTAINER}",
     "container-not-started": f"pod {{pod}}: the container cannot be started {_CONTAINER}",
     "scheduling-gate": "pod {pod} is held by a scheduling gate: {said}",
-    "unschedulable": "unschedulable: {said}",
-    "unschedulable-placement": "unschedulable: {said}",
-    "unschedulable-taint": "unschedulable: {said}",
-    "unschedulable-cordoned": "unschedulable: {said}",
+    **dict.fromkeys(
+        ("unschedulable", "unschedulable-placement", "unschedulable-taint", "unschedulable-cordoned"),
+        "unschedulable: {said}",
+    ),
     "gang-unschedulable": "Volcano: {said}",
-    "image-event": _EVENT,
-    "volume-not-mounted": _EVENT,
-    "sandbox-failed": _EVENT,
-    "creation-refused": _EVENT,
-    "child-not-created": _EVENT,
-    "pod-unschedulable": _EVENT,
+    **dict.fromkeys(("image-event", "volume-not-mounted", "sandbox-failed", "pod-unschedulable"), _EVENT),
+    **dict.fromkeys(("creation-refused", "child-not-created"), _EVENT),
     # Pods that run.
     "running": "all {pods:of pod} running",
     "held-by-containers": "the ranks of {pods:of pod} have ended, but not {names:list}: `scaletrain cancel` ends it",

@@ -44,12 +44,8 @@ class Kind:
         return f"{self.root}{middle}/{self.plural}{end}" + (f"/{part}" if part else "")
 
 
-_JOBSET = (
-    "kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
-)
-_KUEUE = (
-    "kubectl apply --server-side -f https://github.com/kubernetes-sigs/kueue/releases/latest/download/manifests.yaml"
-)
+_SIGS = "kubectl apply --server-side -f https://github.com/kubernetes-sigs/{}/releases/latest/download/manifests.yaml"
+_JOBSET, _KUEUE = _SIGS.format("jobset"), _SIGS.format("kueue")
 _VOLCANO = (
     "helm repo add volcano-sh https://volcano-sh.github.io/helm-charts && "
     "helm install volcano volcano-sh/volcano -n volcano-system --create-namespace"

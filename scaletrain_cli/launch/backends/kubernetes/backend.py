@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ from scaletrain_cli.launch.backends.kubernetes.preparation import (
     queue_for_spec,
     submit_for_run,
 )
-from scaletrain_cli.launch.backends.kubernetes.view_pod import require_kubectl, session_command
+from scaletrain_cli.launch.backends.kubernetes.view_pod import session_command
 from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.submit import make_record
@@ -341,7 +342,8 @@ class KubernetesBackend(Backend):
             why = reason("view-never-ran", run=run.run_id)
             is_final = run.is_cancelled or read_failure(preparation_folder(run)) is not None  # until a resume
             raise SchedulerError(why) if is_final else ViewWaitsError(why)
-        require_kubectl()
+        if shutil.which("kubectl") is None:  # nothing is created in the cluster for it then
+            raise SchedulerError(Reason("launch.session-no-command", {"command": "kubectl"}))
         cluster, seen = self._observe(ref, record)
         if (serving := serving_pod(record, seen.pods)) is not None:
             yield NodeCommand(view_in_pod(ref, str(serving["metadata"]["name"]), record))

@@ -255,8 +255,7 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
         return
     placements, may_grow = _placements(cluster, spec, pod)
     nodes = cluster.find(kinds.NODE, "")
-    per_pod = {name: amount / spec.cluster.nodes for name, amount in _needed(spec, pod).items()}
-    candidates = [_fit(nodes, per_pod, placement) for placement in placements]
+    candidates = [_fit(nodes, amounts(pod), placement) for placement in placements]
     if not candidates:
         return
     fits, cordoned, unfit = max(candidates, key=lambda found: found[:2])

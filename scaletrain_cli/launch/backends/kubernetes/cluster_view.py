@@ -29,6 +29,7 @@ from scaletrain_cli.launch.backends.kubernetes.observation import (
     condition,
     index_of,
     is_ready,
+    is_trainers,
     owned_by,
     unix_time,
 )
@@ -60,10 +61,9 @@ class Runs:
     def seen(self) -> Iterator[tuple[str, Observation]]:
         """Yield each run with its back end, without the JobSets that Trainer creates for TrainJobs."""
         for backend, workload in self.workloads:
-            metadata = workload["metadata"]
-            if any(owner.get("kind") == "TrainJob" for owner in metadata.get("ownerReferences", ())):
+            if is_trainers(workload):
                 continue
-            pods = [pod for pod in self.pods if _labels(pod).get(INSTANCE_LABEL) == metadata["name"]]
+            pods = [pod for pod in self.pods if _labels(pod).get(INSTANCE_LABEL) == workload["metadata"]["name"]]
             yield (
                 backend,
                 Observation(

@@ -14,7 +14,7 @@ from typing import Any
 from scaletrain_cli.errors import Problem, SpecError, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.kubernetes import names
-from scaletrain_cli.launch.backends.kubernetes.api_kinds import NATIVE_POD_GROUP
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import NATIVE_POD_GROUP, Object
 from scaletrain_cli.launch.backends.kubernetes.messages import problem, reason
 from scaletrain_cli.launch.backends.kubernetes.pod import pod_template
 from scaletrain_cli.launch.backends.kubernetes.pod_overrides import unknown_fields
@@ -170,7 +170,6 @@ def _about_preemption(spec: RunSpec) -> Iterator[Reason]:
         yield reason("note-volcano-unlimited" if unlimited else "note-volcano-retries")
 
 
-Object = dict[str, Any]
 _LONGEST_LINE = 2**31  # longer strings are never folded
 _ARCHIVE = ".tar.gz"
 _LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object is limited to 1 MiB

@@ -128,8 +128,7 @@ def unstated_in_quota(said: str, container: str) -> list[tuple[str, str, str]]:
 
 def exit_code_in(said: str) -> int | None:
     """Return the exit code that a Job's condition names."""
-    match = _EXIT_CODE.search(said)
-    return int(match[1]) if match else None
+    return int(match[1]) if (match := _EXIT_CODE.search(said)) else None
 
 
 def queue_wait(queue: str, said: str) -> Reason:

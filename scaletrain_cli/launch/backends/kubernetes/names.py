@@ -128,8 +128,7 @@ def belongs_to(item: Mapping[str, Any], record: RunRecord) -> bool:
 
 def submission_number(name: str) -> int:
     """Return the number at the end of a workload's name or job id; 0 if there is none."""
-    match = re.search(r"-s(\d+)$", name)
-    return int(match[1]) if match else 0
+    return int(match[1]) if (match := re.search(r"-s(\d+)$", name)) else 0
 
 
 def run_label(run_id: str) -> str:

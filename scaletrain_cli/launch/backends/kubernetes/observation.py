@@ -89,12 +89,12 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
 def workloads_of(cluster: Cluster, kind: Kind, namespace: str, record: RunRecord) -> list[Object]:
     """Return this run's workloads of one kind, the newest first, also those that are not recorded here."""
     found = cluster.find(kind, namespace, labels=f"{names.RUN_LABEL}={names.run_label(record.run_id)}")
-    own = [one for one in found if names.belongs_to(one, record) and not _is_trainers(one)]
+    own = [one for one in found if names.belongs_to(one, record) and not is_trainers(one)]
     named = [{"apiVersion": kind.api_version, "kind": kind.name, **one} for one in own]  # list items may lack both
     return sorted(named, key=lambda one: names.submission_number(one["metadata"]["name"]), reverse=True)
 
 
-def _is_trainers(item: Object) -> bool:
+def is_trainers(item: Object) -> bool:
     """Return whether Trainer created it for a TrainJob, whose labels it has."""
     return any(owner.get("kind") == "TrainJob" for owner in item["metadata"].get("ownerReferences", ()))
 

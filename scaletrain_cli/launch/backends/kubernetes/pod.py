@@ -112,7 +112,6 @@ _NODE_UNHEALTHY = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachab
 _KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
 # Autoscalers move pods to free nodes, but moving one pod restarts the whole gang.
 UNMOVABLE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
-EXCLUSIVE_TOPOLOGY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 
 
 def tolerations(spec: RunSpec) -> list[dict[str, Any]]:
@@ -153,12 +152,6 @@ def _avoiding(affinity: dict[str, Any], avoid: Sequence[str]) -> dict[str, Any]:
     terms = of_nodes.get(required, {}).get("nodeSelectorTerms") or [{}]
     excluding = [merged(term, {"matchExpressions": [by_label], "matchFields": by_name}) for term in terms]
     return {**affinity, "nodeAffinity": {**of_nodes, required: {"nodeSelectorTerms": excluding}}}
-
-
-def exclusive_annotation(spec: RunSpec) -> dict[str, str]:
-    """Return the annotation of the JobSet that reserves a topology domain for it."""
-    topology = spec.cluster.kubernetes.topology
-    return {} if topology is None or topology.kind != "exclusive" else {EXCLUSIVE_TOPOLOGY: topology.key or ""}
 
 
 DOCUMENTS_PATH = "/etc/scaletrain/run"

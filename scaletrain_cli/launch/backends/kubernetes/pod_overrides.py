@@ -21,8 +21,7 @@ _OF_CONTAINERS = ("containers", "initContainers", "volumes", "resourceClaims")
 
 def merged(template: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a pod template, or a part of one, with what the overrides set; null removes a field."""
-    result: dict[str, Any] = _merged(template, overrides, "")
-    return result
+    return dict(_merged(template, overrides, ""))
 
 
 def _merged(base: Any, override: Any, field: str) -> Any:

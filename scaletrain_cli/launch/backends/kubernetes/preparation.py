@@ -180,8 +180,7 @@ def digest_of(spec: RunSpec) -> str:
     kubernetes = spec.cluster.kubernetes
     prepared = [spec.data.model_dump(mode="json"), spec.model.model_dump(mode="json"), spec.training.objective]
     place = [kubernetes.context, kubernetes.used_namespace, kubernetes.runs.model_dump(mode="json")]
-    parts: list[Any] = [*prepared, *place]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([*prepared, *place], sort_keys=True).encode()).hexdigest()
 
 
 def _counts_by_index(cluster: Cluster) -> bool:

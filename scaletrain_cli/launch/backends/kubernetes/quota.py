@@ -218,9 +218,8 @@ def _most(queue: Object, flavor: Object, cohort: Cohort | None, resource: str) -
     most = nominal + parse_quantity(limit) if limit is not None else None
     if not cohort.bounded:
         return most
-    lent = sum(
-        (_lent(other, flavor["name"], resource) for other in cohort.queues if _name(other) != _name(queue)), Fraction(0)
-    )
+    lenders = [other for other in cohort.queues if other["metadata"]["name"] != queue["metadata"]["name"]]
+    lent = sum((_lent(lender, flavor["name"], resource) for lender in lenders), Fraction(0))
     if cohort.own is not None:
         lent += _lent(cohort.own, flavor["name"], resource)
     return min(most, nominal + lent) if most is not None else nominal + lent
@@ -247,7 +246,3 @@ def reserved(queue: Object, flavor: str, resource: str) -> Fraction:
 def _resource(flavor: Object, name: str) -> Object | None:
     resources: Iterable[Object] = flavor.get("resources", ())
     return next((resource for resource in resources if resource["name"] == name), None)
-
-
-def _name(item: Object) -> str:
-    return str(item["metadata"]["name"])

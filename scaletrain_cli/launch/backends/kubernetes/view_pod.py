@@ -16,7 +16,6 @@ rights to get pods and to get and create pods/exec: WebSocket begins with a GET,
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import time
@@ -65,12 +64,6 @@ def kubectl_exec(ref: JobRef, pod: str, words: Sequence[str]) -> tuple[str, ...]
         *("kubectl", *context, f"--namespace={ref.namespace}", "exec", "--stdin", "--quiet"),
         *(pod, f"--container={names.NODE}", "--", "python", *words),
     )
-
-
-def require_kubectl() -> None:
-    """Raise SchedulerError if kubectl is not installed here: nothing is created in the cluster for it then."""
-    if shutil.which("kubectl") is None:
-        raise SchedulerError(Reason("launch.session-no-command", {"command": "kubectl"}))
 
 
 def is_running(pod: Object) -> bool:

@@ -17,17 +17,20 @@ from typing import Any
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import CONFIG_MAP, JOB, JOB_SET, POD, RUNTIME, Object
 from scaletrain_cli.launch.backends.kubernetes.names import NODE, PRIORITY_LABEL, QUEUE_LABEL, Workload
-from scaletrain_cli.launch.backends.kubernetes.pod import exclusive_annotation
 from scaletrain_cli.spec import RunSpec
 
 MOST_RESTARTS = 1_000_000  # far below the limit of a 32-bit integer
 # A retry does not fix any of these.
 FINAL_CODES = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.DO_NOT_REQUEUE)
+_EXCLUSIVE_TOPOLOGY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 
 
 def jobset(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> dict[str, Any]:
     """Return the workload object around a pod template."""
-    metadata = metadata_of(spec, workload, queue_labels(spec), exclusive_annotation(spec))
+    topology, exclusive = spec.cluster.kubernetes.topology, {}
+    if topology is not None and topology.kind == "exclusive":
+        exclusive = {_EXCLUSIVE_TOPOLOGY: topology.key or ""}  # reserves the domain for this JobSet
+    metadata = metadata_of(spec, workload, queue_labels(spec), exclusive)
     return workload.kind.object(metadata, jobset_spec(spec, workload, template))
 
 
