@@ -177,6 +177,14 @@ def test_the_network_policy_selects_the_pods_of_runs() -> None:
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": chosen}}]}]
 
 
+def test_the_network_policy_lets_pods_ask_every_kind_of_name_server() -> None:
+    """CoreDNS in kube-system, a cache at a link-local address of the node, and OpenShift's pods at port 5353."""
+    (policy,) = of_kind("NetworkPolicy").values()
+    to_anybody = [port for rule in policy["spec"]["egress"] if "to" not in rule for port in rule["ports"]]
+    for number in (53, 5353):
+        assert [{"protocol": name, "port": number} in to_anybody for name in ("UDP", "TCP")] == [True, True]
+
+
 def test_the_gpu_operator_tolerates_every_taint_of_a_gpu_node() -> None:
     (values,) = documents("gpu-operator-values.yaml")
     taints = {
