@@ -202,6 +202,11 @@ TEXTS: Texts = {
         "cluster.kubernetes.backend",
     ),
     "cluster-queue-missing": "points to ClusterQueue {queue}, which does not exist",
+    "queue-of-other-clusters": (
+        "leads to ClusterQueue {queue}, whose admission check {check} sends jobs to other clusters (MultiKueue). The "
+        "ConfigMap and the Secrets of the run stay here, so that its pods would never start there",
+        "Name the context of one cluster, and a queue of it",
+    ),
     "namespace-not-admitted": "ClusterQueue {queue} admits no jobs of namespace {namespace} (its namespaceSelector)",
     "queue-not-active": "{queue} is not active: {said}",
     "queue-never": "ClusterQueue {queue} can never admit the job: {why}",

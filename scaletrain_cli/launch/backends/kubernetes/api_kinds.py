@@ -84,6 +84,7 @@ LOCAL_QUEUE = Kind("LocalQueue", *_KUEUE_GROUP, "localqueues", install=_KUEUE, o
 CLUSTER_QUEUE = Kind("ClusterQueue", *_KUEUE_GROUP, "clusterqueues", False, _KUEUE, _KUEUE_OLDER)
 FLAVOR = Kind("ResourceFlavor", *_KUEUE_GROUP, "resourceflavors", False, _KUEUE, _KUEUE_OLDER)
 COHORT = Kind("Cohort", *_KUEUE_GROUP, "cohorts", False, _KUEUE, _KUEUE_OLDEST)
+ADMISSION_CHECK = Kind("AdmissionCheck", *_KUEUE_GROUP, "admissionchecks", False, _KUEUE, _KUEUE_OLDER)
 TOPOLOGY = Kind("Topology", *_KUEUE_GROUP, "topologies", False, _KUEUE, _KUEUE_OLDEST)
 WORKLOAD_PRIORITY = Kind("WorkloadPriorityClass", *_KUEUE_GROUP, "workloadpriorityclasses", False, _KUEUE, _KUEUE_OLDER)
 # Renamed fields of Kueue's older versions: old name, new name.

@@ -42,6 +42,7 @@ _GROWING = (
     "karpenter.sh/nodepool",
 )
 _OF_CLUSTER_QUEUE = "ClusterQueueIsInactive"
+_MULTIKUEUE = "kueue.x-k8s.io/multikueue"  # the controller of admission checks that sends jobs to other clusters
 
 
 def missing(spec: RunSpec, key: str, given: str, what: str, there: Sequence[Object]) -> Problem:
@@ -85,6 +86,16 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
         refused = reason("namespace-not-admitted", queue=name, namespace=kubernetes.used_namespace)
         yield problem(spec, "queue", refused, kubernetes.queue)
     yield from _quota(cluster, spec, whole, pod)
+    for check in _admission_checks(whole):
+        found = cluster.get(kinds.ADMISSION_CHECK, "", check)
+        if found is not None and found["spec"]["controllerName"] == _MULTIKUEUE:
+            yield problem(spec, "queue", reason("queue-of-other-clusters", queue=name, check=check), kubernetes.queue)
+
+
+def _admission_checks(queue: Object) -> list[str]:
+    """Return the names of the admission checks of a ClusterQueue, which v1beta1 may list in two ways."""
+    of_flavors = queue["spec"].get("admissionChecksStrategy", {}).get("admissionChecks", ())
+    return [*queue["spec"].get("admissionChecks", ()), *(each["name"] for each in of_flavors)]
 
 
 def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
@@ -283,7 +294,7 @@ _Placement = tuple[Mapping[str, str], Sequence[Object]]
 def _placements(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Placement], bool]:
     """Return the placement of the pods for each flavor that Kueue could choose, and whether nodes may be added.
 
-    An admission check of the queue may mean that another cluster runs the job, or that nodes are added on demand.
+    An admission check of the queue may add nodes on demand.
     """
     selector, tolerations = pod.get("nodeSelector", {}), list(pod.get("tolerations", ()))
     kubernetes = spec.cluster.kubernetes
@@ -298,7 +309,7 @@ def _placements(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Pla
     for name in flavors_for(queue, flavors, _needed(spec, pod), pod):
         more = flavors[name].get("spec", {})
         found.append(({**more.get("nodeLabels", {}), **selector}, [*tolerations, *more.get("tolerations", ())]))
-    return found, any(key in queue["spec"] for key in ("admissionChecks", "admissionChecksStrategy"))
+    return found, bool(_admission_checks(queue))
 
 
 def _fit(

@@ -29,7 +29,9 @@ KUEUE = "kueue.x-k8s.io"
 SCHEDULING = "scheduling.k8s.io"
 # Paths that the launcher reads of Kueue's objects, in the names of the newest version.
 READ = {
+    "AdmissionCheck": ("spec.controllerName",),
     "ClusterQueue": (
+        "spec.admissionChecksStrategy.admissionChecks[].name",
         "spec.cohortName",
         "spec.resourceGroups[].flavors[].resources[].nominalQuota",
         "spec.resourceGroups[].flavors[].resources[].borrowingLimit",

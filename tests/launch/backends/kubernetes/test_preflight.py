@@ -585,10 +585,27 @@ def test_unsuitable_nodes_are_a_problem_although_the_queue_has_quota(
     whole = put_queue(api)
     for number in range(4):
         api.put("nodes", gpu_node(f"n{number}", **spec), namespace="")
+@pytest.mark.parametrize(
+    "checks", [{"admissionChecks": ["c"]}, {"admissionChecksStrategy": {"admissionChecks": [{"name": "c"}]}}]
+)
+def test_a_queue_that_sends_jobs_to_other_clusters_is_refused(
+    preflight: Notes, api: FakeApi, checks: dict[str, Any]
+) -> None:
+    """MultiKueue copies the workload only, and its pods would wait for the ConfigMap of the run."""
+    put_queue(api, **checks)
+    check = {"metadata": {"name": "c"}, "spec": {"controllerName": f"{KUEUE}/multikueue"}}
+    api.put("admissionchecks", check, KUEUE, "")
+    refused = "queue = team-a: leads to ClusterQueue training, whose admission check c sends jobs to other clusters"
+    assert refused in problems(preflight, *QUEUE)
+    api.forbid("get", "admissionchecks", KUEUE)
+    assert any("not checked: you need the right to get admissionchecks" in note for note in preflight(*QUEUE))
+    del api.refusals["get", "admissionchecks"]
+    check["spec"]["controllerName"] = f"{KUEUE}/provisioning-request"
+    assert not [note for note in preflight(*QUEUE) if "admission" in note]
+
+
     assert text in problems(preflight, *QUEUE, *settings)
-    whole["spec"]["admissionChecksStrategy"] = {
-        "admissionChecks": [{"name": "provision"}]
-    }  # it may add nodes, or run the job on another cluster
+    whole["spec"]["admissionChecksStrategy"] = {"admissionChecks": [{"name": "provision"}]}  # it may add nodes
     assert any(text in note for note in preflight(*QUEUE, *settings))
 
 

@@ -108,6 +108,7 @@ def put_queue(api: FakeApi) -> None:
     group = "kueue.x-k8s.io"
     local = {"kind": "LocalQueue", "metadata": {"name": "q"}, "spec": {"clusterQueue": "c"}}
     whole: dict[str, Any] = {"kind": "ClusterQueue", "metadata": {"name": "c"}, "spec": {"cohortName": "all"}}
+    whole["spec"]["admissionChecksStrategy"] = {"admissionChecks": [{"name": "c"}]}
     api.put("localqueues", local, group)
     api.put("clusterqueues", whole, group, "")
 
