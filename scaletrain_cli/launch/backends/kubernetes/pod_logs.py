@@ -31,12 +31,16 @@ _MOST_STREAMS = 256  # each is a thread here and a connection to the API server
 
 @dataclass(frozen=True)
 class _Source:
-    """One pod's log: ``since`` is the time of the last line that was read, ``attempt`` the one that the pod named."""
+    """One pod's log: ``since`` is the time of the last line that was read, ``attempt`` the one that the pod named.
+
+    ``same``: how many lines of that time were read. CRI-O gives all lines that it reads at once the same time.
+    """
 
     name: str
     node: str
     first_rank: int
     since: str = ""
+    same: int = 0
     attempt: int | None = None
 
 
@@ -119,12 +123,14 @@ class PodLogs:
         if (source := read_as(_Source, state)) is None:
             name, node = pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", "unknown")
             source = _Source(name, node, index_of(pod) * self._ranks_per_pod)
-        saved = time.monotonic()
+        before, repeated, saved = source, 0, time.monotonic()
         lines = self._cluster.log(self._ref.namespace, source.name, NODE, since=source.since, follow=follow)
         try:
             for line in lines:
                 stamp, _, text = line.partition(" ")
-                if stamp <= source.since:  # the server's ``sinceTime`` has a resolution of one second
+                repeated += stamp == before.since
+                # The server's ``sinceTime`` has a resolution of one second.
+                if stamp < before.since or (stamp == before.since and repeated <= before.same):
                     continue
                 if (about := read_pod_line(text)) is None:
                     self._write(source, text)
@@ -132,7 +138,7 @@ class PodLogs:
                     return
                 else:
                     source = replace(source, attempt=about["attempt"])
-                source = replace(source, since=stamp)
+                source = replace(source, since=stamp, same=source.same + 1 if stamp == source.since else 1)
                 if time.monotonic() - saved > _SAVE_EVERY_SECONDS:
                     write_document(state, asdict(source))
                     saved = time.monotonic()

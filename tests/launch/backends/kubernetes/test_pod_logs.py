@@ -70,6 +70,18 @@ def test_lines_are_written_once_however_often_they_are_fetched(made: MadeRun, ap
     assert any("sinceTime=" in asked for asked in api.asked)
 
 
+def test_lines_of_one_time_are_written_once_and_none_is_left_out(made: MadeRun, api: FakeApi, name: str) -> None:
+    """CRI-O, the container runtime of OpenShift, gives all lines that it reads at once the same time."""
+    one = pod(name, 0)
+    printed(api, one, OWN)
+    log = api.logs[one["metadata"]["name"]]
+    for text in ("a", "b", "c"):
+        log.append(f"2026-11-21T10:00:07.250000000Z rank 0: {text}")
+        if text != "a":
+            bring(made)
+    assert lines(made, 1, 0) == ["a", "b", "c"]
+
+
 def test_logs_of_a_restarted_gang_do_not_replace_those_before(made: MadeRun, api: FakeApi, name: str) -> None:
     printed(api, ended(name, 0, 75), OWN, "rank 0: first gang")
     bring(made)
