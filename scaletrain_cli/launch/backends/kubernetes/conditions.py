@@ -210,6 +210,10 @@ def failed_pod(pods: Sequence[Object]) -> tuple[Reason, ...]:
             params |= {"cause": message.end.reason, "cause_code": message.code}
             step = message.end.step
             return (reason("pod-ended", **params) if step is None else reason("pod-ended-at", **params, step=step),)
+        status = pod.get("status", {})
+        if status.get("reason"):  # such as Evicted: 137 of the container, if it has a state, does not say why
+            said = str(status.get("message", ""))
+            return (reason("pod-removed", pod=name, event=status["reason"], said=said),)
         if ended.get("exitCode"):
             lines = [messages.one_line(line) for line in str(ended.get("message", "")).splitlines() if line.strip()]
             # A program reports in the last line why it ended.
@@ -218,10 +222,6 @@ def failed_pod(pods: Sequence[Object]) -> tuple[Reason, ...]:
             summary += f": {said}" if said else ""
             code = int(ended["exitCode"])
             return (reason("pod-failed", pod=name, exit_code=code, event=why, said=said, summary=summary),)
-        status = pod.get("status", {})
-        if status.get("reason"):  # such as Evicted; the container has no state then
-            said = str(status.get("message", ""))
-            return (reason("pod-removed", pod=name, event=status["reason"], said=said),)
     return ()
 
 

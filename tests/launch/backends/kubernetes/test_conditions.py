@@ -105,6 +105,15 @@ def test_a_job_has_not_ended_before_its_last_pod() -> None:
     assert judged(failed, ended(NAME, 0, 1)).state == "ended"
 
 
+def test_a_pod_that_its_node_evicted_is_reported_with_the_reason_of_the_node() -> None:
+    """Its containers were killed, and 137 alone looks like a lack of memory."""
+    gone = ended(NAME, 0, 137)
+    said = "Pod ephemeral local storage usage exceeds the total limit of containers 10Gi."
+    gone["status"] |= {"reason": "Evicted", "message": said}
+    job = judged(jobset(condition("Failed", reason="FailedJobs")), gone)
+    assert f"pod {NAME}-node-0-0-abcde: Evicted: {said}" in job.detail
+
+
 def test_a_job_that_kueue_deactivated_is_reported_with_its_reason() -> None:
     gone = condition("Evicted", "True", "DeactivatedDueToRequeuingLimitExceeded", "exceeding the maximum of requeues")
     held = workload(gone, spec={"active": False})
