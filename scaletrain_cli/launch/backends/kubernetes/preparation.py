@@ -95,7 +95,8 @@ def preparation_objects(
                 on_codes(_OWN_CODES),
             ]
         },
-        **({} if ttl is None else {"ttlSecondsAfterFinished": math.ceil(ttl)}),
+        # Not before the submitter, which looks from time to time, has seen how it ended.
+        **({} if ttl is None else {"ttlSecondsAfterFinished": math.ceil(max(ttl, _SILENT_SECONDS))}),
         "template": preparation_template(spec, texts["metadata"]["name"], labels, marks),
     }
     of_job = {"name": name, **metadata, "labels": labels | ({} if queue is None else {names.QUEUE_LABEL: queue})}

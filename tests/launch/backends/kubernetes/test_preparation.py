@@ -243,6 +243,13 @@ def test_servers_without_retries_by_index_get_those_of_the_whole_job() -> None:
         assert len({"backoffLimit", "backoffLimitPerIndex"} & job["spec"].keys()) == 1
 
 
+def test_a_job_is_kept_until_the_submitter_has_seen_its_end() -> None:
+    """With a time to live of 0 it was gone at the next look, and taken for one that somebody had deleted."""
+    spec = recipe("llama-7b-h100", OWN, "cluster.kubernetes.ttl_seconds_after_finished=0")
+    _, job = preparation.preparation_objects(spec, "a-data", "a", 3, {}, {})
+    assert job["spec"]["ttlSecondsAfterFinished"] == preparation._SILENT_SECONDS
+
+
 @pytest.mark.parametrize("settings", [(), (OWN, "cluster.kubernetes.runs={claim: r, sub_path: a}")])
 def test_the_job_is_valid_and_takes_no_gpu(settings: tuple[str, ...]) -> None:
     spec = recipe("llama-7b-h100", *settings)
