@@ -280,6 +280,8 @@ TEXTS: Texts = {
     "nodes-until-pools-grow": f"{_TOO_FEW_NODES}; the job waits until the node pools have grown",
     "nodes-until-admission-check": f"{_TOO_FEW_NODES}; the job waits until an admission check of its queue adds nodes",
     "claim-unbound": "claim {claim} is not bound yet; its volume is created for the first pod that uses it",
+    "claim-of-one-node": "claim {claim} is {modes}: where its driver attaches a disk to one node, those of {pods} pods "
+    "that run on other nodes wait for it indefinitely",
     "secrets-unreadable": "you may not read Secrets, so it is not known whether {names:list} exist and have their keys",
     "folder-maybe-not-writable": (
         f"{_FOLDER} unless the volume applies fs_group {{fs_group}} ({{why}})",

@@ -70,9 +70,12 @@ def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
         elif phase != "Bound":
             yield problem(spec, key, reason("claim-in-phase", phase=phase), name)
         modes = claim["spec"].get("accessModes", ())
-        if key == "runs.claim" and spec.cluster.nodes > 1 and "ReadWriteMany" not in modes:
-            allowed = ", ".join(modes) or "none"
-            yield problem(spec, key, reason("claim-not-shared", pods=spec.cluster.nodes, modes=allowed), name)
+        if spec.cluster.nodes > 1 and "ReadWriteMany" not in modes:
+            params = {"pods": spec.cluster.nodes, "modes": ", ".join(modes) or "none"}
+            if key == "runs.claim":
+                yield problem(spec, key, reason("claim-not-shared", **params), name)
+            elif "ReadOnlyMany" not in modes:  # a driver that attaches nothing, such as NFS, does not enforce it
+                yield reason("claim-of-one-node", claim=name, **params)
 
 
 def _pending_claim(cluster: Cluster, spec: RunSpec, key: str, name: str) -> Found:

@@ -222,6 +222,19 @@ def test_a_claim_that_waits_for_its_first_consumer_has_a_note(preflight: Notes, 
     assert "the claim is Lost" in problems(preflight, *GPU)
 
 
+@pytest.mark.parametrize(
+    ("mode", "noted"), [("ReadWriteOnce", True), ("ReadWriteMany", False), ("ReadOnlyMany", False)]
+)
+def test_a_disk_that_one_node_can_attach_is_noted_for_a_run_of_several(
+    preflight: Notes, api: FakeApi, mode: str, noted: bool
+) -> None:
+    api.put("persistentvolumeclaims", claim("corpus", modes=(mode,)))
+    mounted = "cluster.kubernetes.volumes=[{claim: corpus, path: /data, read_only: true}]"
+    said = f"claim corpus is {mode}: where its driver attaches a disk to one node"
+    assert any(said in note for note in preflight(*GPU, mounted)) == noted
+    assert not any(said in note for note in preflight(*GPU, "cluster.nodes=1", mounted))
+
+
 def test_secrets_and_their_keys_are_checked_if_they_are_readable(preflight: Notes, api: FakeApi) -> None:
     wanted = ("cluster.kubernetes.secrets.TOKEN={secret: hub, key: token}", *GPU)
     assert "there is no such Secret in namespace ml" in problems(preflight, *wanted)
@@ -573,19 +586,6 @@ def test_a_job_for_a_held_queue_is_accepted_and_waits(outlook: Outlook, api: Fak
 
 
 @pytest.mark.parametrize(
-    ("settings", "spec", "text"),
-    [
-        (("cluster.kubernetes.node_selector={rack: r9}",), {}, "can run at most 0 of the job's pods, and 2 are needed"),
-        ((), {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}, "a toleration of team=b:NoSchedule"),
-    ],
-)
-def test_unsuitable_nodes_are_a_problem_although_the_queue_has_quota(
-    preflight: Notes, api: FakeApi, settings: tuple[str, ...], spec: dict[str, Any], text: str
-) -> None:
-    whole = put_queue(api)
-    for number in range(4):
-        api.put("nodes", gpu_node(f"n{number}", **spec), namespace="")
-@pytest.mark.parametrize(
     "checks", [{"admissionChecks": ["c"]}, {"admissionChecksStrategy": {"admissionChecks": [{"name": "c"}]}}]
 )
 def test_a_queue_that_sends_jobs_to_other_clusters_is_refused(
@@ -604,6 +604,19 @@ def test_a_queue_that_sends_jobs_to_other_clusters_is_refused(
     assert not [note for note in preflight(*QUEUE) if "admission" in note]
 
 
+@pytest.mark.parametrize(
+    ("settings", "spec", "text"),
+    [
+        (("cluster.kubernetes.node_selector={rack: r9}",), {}, "can run at most 0 of the job's pods, and 2 are needed"),
+        ((), {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}, "a toleration of team=b:NoSchedule"),
+    ],
+)
+def test_unsuitable_nodes_are_a_problem_although_the_queue_has_quota(
+    preflight: Notes, api: FakeApi, settings: tuple[str, ...], spec: dict[str, Any], text: str
+) -> None:
+    whole = put_queue(api)
+    for number in range(4):
+        api.put("nodes", gpu_node(f"n{number}", **spec), namespace="")
     assert text in problems(preflight, *QUEUE, *settings)
     whole["spec"]["admissionChecksStrategy"] = {"admissionChecks": [{"name": "provision"}]}  # it may add nodes
     assert any(text in note for note in preflight(*QUEUE, *settings))
