@@ -175,12 +175,15 @@ class KubernetesBackend(Backend):
         rendered, excluded = self._manifest(run, record, lambda: cluster)
         spec, workload = record.spec.cluster.kubernetes, rendered.workload
         found = cluster.get(kind_of(rendered.workload_object), spec.used_namespace, workload.name)
+        ref = JobRef(workload.id, spec.used_namespace, spec.context)
         if found is not None:
             refuse_foreign(cluster, found, rendered, record)
+        else:  # of a request that was lost: nothing can change its ConfigMap
+            remove_leftovers(cluster, ref, record)
         if not has_archive(rendered.objects[0].get("binaryData", {})):
             upload_code(run, record)
         try:
-            with submission_recorded(run, JobRef(workload.id, spec.used_namespace, spec.context)):
+            with submission_recorded(run, ref):
                 apply_owned(cluster, rendered.objects, found)
         except SchedulerSilentError as error:
             failure = error.reason or recorded(error.message)

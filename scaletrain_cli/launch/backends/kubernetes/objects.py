@@ -71,7 +71,7 @@ def remove_leftovers(cluster: Cluster, ref: JobRef, record: RunRecord) -> None:
         with contextlib.suppress(SchedulerError):
             there = cluster.get(kind, ref.namespace, name)
             if there is not None and names.belongs_to(there, record) and not there["metadata"].get("ownerReferences"):
-                cluster.delete(kind, ref.namespace, name, uid=there["metadata"]["uid"])
+                cluster.delete(kind, ref.namespace, name, uid=there["metadata"]["uid"], background=True)  # at once
 
 
 def apply_owned(cluster: Cluster, objects: Sequence[Object], found: Object | None) -> None:

@@ -208,6 +208,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, status(403, "Forbidden", _NO_RUNTIME.format(**body["spec"]["runtimeRef"])))
             return
         merged = _merged(there or {}, body)
+        if there is not None and there.get("immutable") and any(merged.get(part) != there.get(part) for part in _DATA):
+            self._answer(422, status(422, "Invalid", "data: Forbidden: field is immutable when `immutable` is set"))
+            return
         if query.get("dryRun") == "All":
             if _QUEUE in merged["metadata"].get("labels", {}) and plural in self.api.in_queues:
                 merged = {**merged, "spec": {**merged["spec"], "suspend": True}}
@@ -376,6 +379,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
+_DATA = ("data", "binaryData")
 _INSTANCE = "app.kubernetes.io/instance"
 _DELETED = "2026-11-21T10:10:00Z"
 _NO_RUNTIME = (

@@ -19,6 +19,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import TRAIN_JOB
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
 from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.short_jobs import run_preflight
 from scaletrain_cli.launch.status import run_status
@@ -122,6 +123,20 @@ def test_an_unsettled_request_has_not_ended_and_stays(made: MadeRun, api: FakeAp
     assert not api.objects, "objects of the job that was never created"
     assert not job(made).may_be_active
     assert submit(made).endswith("-s1")
+
+
+def test_a_spec_that_was_changed_after_a_lost_request_is_submitted_with_its_own_record(
+    made: MadeRun, api: FakeApi, later: Callable[[], None]
+) -> None:
+    """The lost request has left the ConfigMap of that name, which nothing can change."""
+    api.refusals[("create", "jobsets")] = UNAVAILABLE
+    with pytest.raises(SchedulerSilentError):
+        submit(made)
+    del api.refusals[("create", "jobsets")]
+    later()
+    assert resume(made.run, resize=replan(made.run, ["training.steps=30"])).submission.job_id.endswith("-s1")
+    (documents,) = api.all("configmaps")
+    assert "0001.json" in documents["data"]
 
 
 @pytest.mark.parametrize("answered", [True, False])
