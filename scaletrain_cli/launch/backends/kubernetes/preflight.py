@@ -4,6 +4,7 @@ The API server accepts many of these without a message, and the job would wait i
 user may not read are skipped with a note.
 """
 
+import operator
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,7 +47,7 @@ from scaletrain_cli.text import listed
 
 def named_object(cluster: Cluster, spec: RunSpec, key: str, kind: Kind, effect: str = "") -> Iterator[Found]:
     """Yield a problem if the object that the key names does not exist. ``effect``: of that, for the message."""
-    name = getattr(spec.cluster.kubernetes, key)
+    name = operator.attrgetter(key)(spec.cluster.kubernetes)
     namespace = spec.cluster.kubernetes.used_namespace if kind.namespaced else ""
     if name is not None and cluster.get(kind, namespace, name) is None:
         what = f"{kind.name}{f' in namespace {namespace}' if namespace else ''}{effect}"
@@ -196,6 +197,7 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
         lambda: queue_capacity(cluster, spec, pod),
         lambda: named_object(cluster, spec, "priority", of_queue, ", and the job would wait without a message"),
         lambda: named_object(cluster, spec, "pod_priority", kinds.PRIORITY_CLASS),
+        lambda: named_object(cluster, spec, "preparation.queue", kinds.LOCAL_QUEUE),
         lambda: claims(cluster, spec),
         lambda: volume_rights(cluster, spec, run, pod.get("securityContext", {})),
         lambda: named_object(cluster, spec, "service_account", kinds.SERVICE_ACCOUNT),

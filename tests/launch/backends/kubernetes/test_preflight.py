@@ -110,6 +110,17 @@ def test_all_problems_are_reported_at_once(preflight: Notes, api: FakeApi) -> No
     assert "no JobSet of jobset.x-k8s.io/v1alpha2" in text
 
 
+def test_a_queue_of_the_preparation_that_does_not_exist_is_reported(preflight: Notes, api: FakeApi) -> None:
+    """The Job that prepares the data would wait in it, and no GPU would ever be requested."""
+    api.put("localqueues", {"metadata": {"name": "cpus"}, "spec": {}}, KUEUE)
+    preflight("cluster.kubernetes.preparation.queue=cpus")
+    text = problems(preflight, "cluster.kubernetes.preparation.queue=cpu")
+    assert (
+        "cluster.kubernetes.preparation.queue = cpu: there is no such LocalQueue in namespace ml. There are: cpus"
+        in text
+    )
+
+
 def test_a_missing_namespace_is_the_only_problem_reported(preflight: Notes, api: FakeApi) -> None:
     text = problems(preflight, "cluster.kubernetes.namespace=nope", "cluster.kubernetes.priority=x", *QUEUE)
     assert "namespace = nope: there is no such namespace" in text
