@@ -129,8 +129,9 @@ class PodLogs:
             for line in lines:
                 stamp, _, text = line.partition(" ")
                 repeated += stamp == before.since
-                # The server's ``sinceTime`` has a resolution of one second.
-                if stamp < before.since or (stamp == before.since and repeated <= before.same):
+                # The server's ``sinceTime`` has a resolution of one second. An error of the kubelet has no time.
+                is_known = stamp < before.since or (stamp == before.since and repeated <= before.same)
+                if is_known or not stamp[:1].isdigit():
                     continue
                 if (about := read_pod_line(text)) is None:
                     self._write(source, text)

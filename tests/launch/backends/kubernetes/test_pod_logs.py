@@ -82,6 +82,18 @@ def test_lines_of_one_time_are_written_once_and_none_is_left_out(made: MadeRun, 
     assert lines(made, 1, 0) == ["a", "b", "c"]
 
 
+def test_an_error_of_the_kubelet_in_a_log_hides_no_later_line(made: MadeRun, api: FakeApi, name: str) -> None:
+    """It ends a followed log on a node with too many watches, and has no time."""
+    one = pod(name, 0)
+    printed(api, one, OWN, "rank 0: a")
+    api.logs[one["metadata"]["name"]].append("failed to create fsnotify watcher: too many open files")
+    bring(made)
+    api.logs[one["metadata"]["name"]].pop()
+    printed(api, one, "rank 0: b")
+    bring(made)
+    assert lines(made, 1, 0) == ["a", "b"]
+
+
 def test_logs_of_a_restarted_gang_do_not_replace_those_before(made: MadeRun, api: FakeApi, name: str) -> None:
     printed(api, ended(name, 0, 75), OWN, "rank 0: first gang")
     bring(made)
