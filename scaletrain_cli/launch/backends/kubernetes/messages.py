@@ -83,8 +83,7 @@ def one_line(text: object) -> str:
 
 def missing_right(said: str) -> MissingRight | None:
     """Return the right that is missing, according to the API server's message; None for any other refusal."""
-    match = _RBAC.search(said)
-    return None if match is None else MissingRight(*match.groups())
+    return MissingRight(*match.groups()) if (match := _RBAC.search(said)) else None
 
 
 def may_be_applied(body: str) -> bool:

@@ -176,7 +176,8 @@ def pod_template(
     """Return ``metadata`` and ``spec`` of every pod. ``avoid``: names of nodes to exclude."""
     kubernetes = spec.cluster.kubernetes
     volumes = list(_volumes(spec, workload.config_map, documents, shm_bytes(spec, plan)))
-    pod = _pod(spec, _container(spec, plan, workload), volumes, tolerations(spec), grace_seconds(spec))
+    grace_seconds = math.ceil(spec.cluster.grace_seconds) + AGENT_SECONDS  # from SIGTERM to SIGKILL
+    pod = _pod(spec, _container(spec, plan, workload), volumes, tolerations(spec), grace_seconds)
     if kubernetes.pod_priority is not None:
         pod["priorityClassName"] = kubernetes.pod_priority
     product = {} if kubernetes.gpu_product is None else {GPU_PRODUCT_LABEL: kubernetes.gpu_product}
@@ -292,11 +293,6 @@ def view_template(
         pod["affinity"] = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
     template = {"metadata": {"labels": dict(labels), "annotations": dict(annotations)}, "spec": pod}
     return merged(template, without_containers(kubernetes.pod_overrides))
-
-
-def grace_seconds(spec: RunSpec) -> int:
-    """Return the seconds from SIGTERM to SIGKILL: the ranks' grace period plus the agent's."""
-    return math.ceil(spec.cluster.grace_seconds) + AGENT_SECONDS
 
 
 def escaped(value: str) -> str:

@@ -34,13 +34,13 @@ from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.reasons import Reason, reason_from, recorded
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.secret_text import secret_values
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import AttemptRecord, Decision
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import GangKey, RendezvousServer
     from scaletrain_cli.launch.exit_classification import ExitReason
-    from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
 RENDEZVOUS_SECONDS = 1800.0  # pulling a large image takes many minutes
@@ -272,7 +272,6 @@ def _join(options: PodOptions, until_end: contextlib.ExitStack) -> tuple[RunDir,
     """
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import RendezvousError, join
     from scaletrain_cli.launch.backends.kubernetes.run_sync import RunSync
-    from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import place_documents, specs_of_documents
     from scaletrain_cli.worker.remote_run import PAUSES, VARIABLE, RemoteRun, address_of
 
@@ -426,13 +425,18 @@ def _volume_in_use(options: PodOptions) -> Iterator[None]:
 def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
     """Return the error for a failure of the volume.
 
-    Its exit code is 5, as the volume may work on another node; 93 from the third gang on, and if it is full.
+    Its exit code is 5, as the volume may work on another node; 93 if it is full, and from the third gang on that began
+    no attempt: others were restarted for reasons of their own.
     """
+    from scaletrain_cli.launch.attempts import read_attempts
+
     said = error.strerror or str(error)
     if error.errno in FULL_DISK_ERRORS:
         return DoNotRequeueError(reason("volume-full", said=said))
-    restarts = options.gang.rpartition("/")[2]
-    again = restarts.isdigit() and int(restarts) + 1 >= _MOST_GANGS
+    restarts, begun = options.gang.rpartition("/")[2], 0
+    with contextlib.suppress(OSError, ScaletrainError, ValueError, KeyError):
+        begun = sum(attempt.job_id == options.workload for attempt in read_attempts(_run_of(options)))
+    again = restarts.isdigit() and int(restarts) + 1 - begun >= _MOST_GANGS
     kind = DoNotRequeueError if again else WrongNodesError
     if error.errno not in _FORBIDDEN:
         return kind(reason("volume-broken", folder=str(options.runs_root), said=str(error)))
@@ -453,11 +457,16 @@ def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
 def _unwritable_folder(options: PodOptions) -> Path:
     """Return the first folder of the run that this process cannot write to, or the volume itself if there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        run = options.runs_root / str(json.loads((options.documents / "run.json").read_bytes())["run_id"])
+        run = _run_of(options).path
         for folder in (run, *(run / name for name in ("attempts", "checkpoints", "code", "revisions"))):
             if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
                 return folder
     return options.runs_root
+
+
+def _run_of(options: PodOptions) -> RunDir:
+    """Return the run's directory on the volume. Raises OSError, or ValueError or KeyError for damaged documents."""
+    return RunDir(options.runs_root / str(json.loads((options.documents / "run.json").read_bytes())["run_id"]))
 
 
 def _is_terminating() -> bool:

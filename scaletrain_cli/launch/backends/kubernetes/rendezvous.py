@@ -32,10 +32,6 @@ class RendezvousError(ScaletrainError):
     exit_code = ExitCode.PREEMPTED
 
 
-class RendezvousInterruptedError(RendezvousError):
-    """This pod was terminated before all had joined."""
-
-
 @dataclass(frozen=True)
 class GangKey:
     """The name of a gang, and the key by which its pods authenticate messages."""
@@ -103,7 +99,7 @@ class RendezvousServer:
     def gather(self, seconds: float, interrupted: Callable[[], bool]) -> dict[int, Message]:
         """Return the message of each pod by number, once all have joined.
 
-        Raises RendezvousError if a pod is missing after ``seconds``, RendezvousInterruptedError if ``interrupted``.
+        Raises RendezvousError if a pod is missing after ``seconds``, or if ``interrupted``.
         """
         for _ in _until(seconds, interrupted):
             if len(self._joined) == self._others:
@@ -171,7 +167,7 @@ def join(
 ) -> Message:
     """Join pod 0 as pod ``number`` with the message ``said``; return the message of pod 0.
 
-    Raises RendezvousError if there is none after ``seconds``, RendezvousInterruptedError if ``interrupted``.
+    Raises RendezvousError if there is none after ``seconds``, or if ``interrupted``.
     """
     why, deadline = "no answer", time.monotonic() + seconds
     for _ in _until(seconds, interrupted):
@@ -205,5 +201,5 @@ def _until(seconds: float, interrupted: Callable[[], bool]) -> Iterator[None]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if interrupted():
-            raise RendezvousInterruptedError(reason("rendezvous-interrupted"))
+            raise RendezvousError(reason("rendezvous-interrupted"))
         yield

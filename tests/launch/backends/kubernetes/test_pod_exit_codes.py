@@ -110,6 +110,18 @@ def test_a_full_volume_ends_the_run_and_a_broken_one_is_tried_on_another_node(tm
     assert isinstance(volume_error(options(tmp_path), OSError(errno.ESTALE, "Stale file handle")), WrongNodesError)
 
 
+def test_only_gangs_that_began_no_attempt_count_against_a_broken_volume(make_run: MakeRun) -> None:
+    """Of a run on spot nodes dozens may have been restarted before, and the volume served them all."""
+    made, stale = make_run(*TWO_NODES), OSError(errno.ESTALE, "Stale file handle")
+    volume = place(made, made.run.path.parent)
+    assert isinstance(volume_error(options(volume, gang=9), stale), DoNotRequeueError)
+    for _ in range(8):
+        begin(made, "jobset/fake-s1")
+    begin(made, "jobset/fake-s2")
+    assert isinstance(volume_error(options(volume, gang=9), stale), WrongNodesError)
+    assert isinstance(volume_error(options(volume, gang=10), stale), DoNotRequeueError)
+
+
 def lose_a_node(made: MadeRun, number: int, lost: int) -> None:
     """Write the run directory as a lost node leaves it: the ranks of the other node lose their peers."""
     for rank in (0, 1):

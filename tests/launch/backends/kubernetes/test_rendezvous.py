@@ -14,7 +14,6 @@ from scaletrain_cli.launch.backends.kubernetes import rendezvous
 from scaletrain_cli.launch.backends.kubernetes.rendezvous import (
     GangKey,
     RendezvousError,
-    RendezvousInterruptedError,
     RendezvousServer,
     join,
 )
@@ -37,7 +36,7 @@ def never() -> bool:
 
 
 def listen_until(host: RendezvousServer, condition: Callable[[], bool]) -> None:
-    with pytest.raises(RendezvousInterruptedError):
+    with pytest.raises(RendezvousError, match="terminated before all pods of the gang had joined"):
         host.gather(LONG, condition)
 
 
@@ -82,9 +81,9 @@ def test_a_pod_that_reconnects_counts_once(host: RendezvousServer) -> None:
 
 
 def test_a_pod_that_is_terminated_does_not_wait(host: RendezvousServer) -> None:
-    with pytest.raises(RendezvousInterruptedError):
+    with pytest.raises(RendezvousError, match="terminated before all pods of the gang had joined"):
         host.gather(LONG, lambda: True)
-    with pytest.raises(RendezvousInterruptedError):
+    with pytest.raises(RendezvousError, match="terminated before all pods of the gang had joined"):
         join("127.0.0.1", PORT, SEAL, 1, {}, LONG, lambda: True)
 
 
@@ -173,6 +172,6 @@ def test_a_terminated_pod_exits_while_its_answer_arrives_a_byte_at_a_time() -> N
 
         answering = threading.Thread(target=answer)
         answering.start()
-        with pytest.raises(RendezvousInterruptedError):
+        with pytest.raises(RendezvousError, match="terminated before all pods of the gang had joined"):
             join("127.0.0.1", impostor.getsockname()[1], SEAL, 1, {}, LONG, stop.is_set)
         answering.join()
