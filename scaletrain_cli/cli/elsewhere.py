@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.rundir.record import RunRecord
 
 _WITH_SPEC = ("submit", "rehearse", "validate", "preflight")
+_WITH_CLUSTER = ("list", "nodes", "recover", "status")  # without a run
 _OF_RUNS = (
     *("status", "watch", "diagnose", "profile", "report", "explain", "logs", "events", "notify", "checkpoint"),
     *("evaluation", "cancel", "rm", "resume", "recover", "exec", "shell", "port-forward", "data", "plan"),
@@ -50,10 +51,10 @@ def run_on_login_node(words: Sequence[str]) -> int | None:
         return None
     verb = next((word for word in words if not word.startswith("-")), "")
     names_cluster = any(word == "--cluster" or word.startswith("--cluster=") for word in own)
-    if verb in _WITH_SPEC or (names_cluster and verb in ("list", "status")):
+    if verb in _WITH_SPEC or (names_cluster and verb in _WITH_CLUSTER):
         from scaletrain_cli.spec.clusters_file import clusters_file
 
-        if clusters_file().exists():
+        if names_cluster or clusters_file().exists():
             from scaletrain_cli.cli.login_node import on_cluster
 
             return on_cluster(words)

@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, complete_cluster, completer, seconds_of
+from scaletrain_cli.cli.options import AsJson, OnLoginNode, completer, name_clusters, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
-from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, find_sweep, list_runs, runs_root, submitted_at
-from scaletrain_cli.sent_run import sent
-from scaletrain_cli.spec.clusters_file import clusters_file
 from scaletrain_cli.text import counted, did_you_mean
 from scaletrain_cli.ui.console import say
 from scaletrain_cli.ui.json import print_json
@@ -54,14 +51,7 @@ def command(
             autocompletion=complete_state,
         ),
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="List the runs on the login node of this cluster of clusters.yaml.",
-            autocompletion=complete_cluster,
-        ),
-    ] = None,
+    cluster: OnLoginNode = None,
     since: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Show only runs that were submitted in the last TIME, e.g. 12h or 2d."),
@@ -76,8 +66,6 @@ def command(
     """
     from scaletrain_cli.launch.status import run_statuses, runs_in_states
 
-    if cluster is not None:  # one with a login node has been asked there
-        raise UsageError(Reason("login_node.list-without-host", {"cluster": cluster}))
     states = _states(state or ())
     chosen = list_runs() if sweep is None else find_sweep(sweep).runs
     earliest = float("-inf") if since is None else time.time() - seconds_of("--since", since)
@@ -106,11 +94,7 @@ def command(
         show_runs([(run, submitted[run], status, _eta_seconds(run, status)) for run, status in found])
         if left:
             say(f"{counted(left, 'older run')} not shown; --limit 0 shows all")
-    if clusters_file().exists() and not sent().here:
-        from scaletrain_cli.launch.login_node.sent_runs import sent_runs
-
-        for name in sorted({run.cluster for run in sent_runs()}):
-            say(f"for the runs that were sent to {name}: scaletrain list --cluster {name}")
+    name_clusters("list")
 
 
 def _is_of_another(run: RunDir) -> bool:

@@ -47,11 +47,14 @@ def on_cluster(words: Sequence[str]) -> int | None:
         if name is None:
             return about_run(words)
     cluster = choose_cluster(name if isinstance(name, str) else None)
+    needs_no_file = line.verb != ("status",) and "spec" not in line.params
     if cluster is None or cluster.login_node is None:
+        if needs_no_file:
+            raise UsageError(Reason("login_node.list-without-host", {"cluster": name}))
         return None
-    if line.verb == ("list",):
-        listing = ["list", *map(shlex.quote, line.without_option(("--cluster",)))]
-        return run_interactively(cluster.login_node, script_of(cluster.login_node, listing))
+    if needs_no_file:
+        there = [*line.verb, *map(shlex.quote, line.without_option(("--cluster",)))]
+        return run_interactively(cluster.login_node, script_of(cluster.login_node, there))
     if line.verb == ("status",):
         return _with_bundle(cluster, line, f"status-{os.urandom(4).hex()}")
     return _with_spec(cluster, line)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, describe, verb_group
+from scaletrain_cli.cli.options import AsJson, OnLoginNode, describe, name_clusters, verb_group
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.ui.console import say
@@ -17,7 +17,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
 
 @app.command("list", epilog=describe(EXIT_CODES))
-def list_nodes(as_json: AsJson = False) -> None:
+def list_nodes(cluster: OnLoginNode = None, as_json: AsJson = False) -> None:
     """List the excluded nodes with the evidence against them and when it expires.
 
     Slurm jobs under this runs root exclude these nodes as long as enough other nodes are left.
@@ -29,17 +29,19 @@ def list_nodes(as_json: AsJson = False) -> None:
     if as_json:
         print_json({"file": str(bad_nodes_file(root)), "nodes": [dataclasses.asdict(node) for node in nodes]})
         return
-    if not nodes:
-        say(f"no nodes are excluded under {root}.")
-        return
-    from scaletrain_cli.ui.tables import show_nodes
+    if nodes:
+        from scaletrain_cli.ui.tables import show_nodes
 
-    show_nodes(nodes, now)
+        show_nodes(nodes, now)
+    else:
+        say(f"no nodes are excluded under {root}.")
+    name_clusters("nodes list")
 
 
 @app.command(epilog=describe(EXIT_CODES))
 def clear(
     nodes: Annotated[list[str] | None, typer.Argument(metavar="NODE", help="Nodes to clear (default: all).")] = None,
+    cluster: OnLoginNode = None,
     as_json: AsJson = False,
 ) -> None:
     """Clear excluded nodes, for example after a repair. Jobs already in the queue keep their exclusions."""

@@ -21,6 +21,7 @@ import typer
 from scaletrain_cli.errors import DeclinedError, ExitCode, SpecError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import can_be_replaced
+from scaletrain_cli.sent_run import sent
 from scaletrain_cli.text import bytes_text
 
 if TYPE_CHECKING:
@@ -159,6 +160,18 @@ def pause(seconds: float) -> None:
         raise BrokenPipeError
 
 
+def name_clusters(verb: str) -> None:
+    """Print how to call a verb without a run for the clusters to which this machine has sent runs."""
+    from scaletrain_cli.spec.clusters_file import clusters_file
+
+    if clusters_file().exists() and not sent().here:
+        from scaletrain_cli.launch.login_node.sent_runs import sent_runs
+        from scaletrain_cli.ui.console import say
+
+        for name in sorted({run.cluster for run in sent_runs()}):
+            say(f"for the runs that were sent to {name}: scaletrain {verb} --cluster {name}")
+
+
 def confirm(question: str, yes: bool) -> None:
     """Ask before an action; return if the answer is yes. Raises DeclinedError if it is no.
 
@@ -240,14 +253,15 @@ Overrides = Annotated[
         autocompletion=complete_setting,
     ),
 ]
+
+
+def _cluster_option(text: str) -> Any:
+    return typer.Option("--cluster", metavar="NAME", help=text, autocompletion=complete_cluster)
+
+
 ClusterName = Annotated[
     str | None,
-    typer.Option(
-        "--cluster",
-        metavar="NAME",
-        help="Cluster from ~/.config/scaletrain/clusters.yaml; overrides the spec's cluster section.",
-        autocompletion=complete_cluster,
-    ),
+    _cluster_option("Cluster from ~/.config/scaletrain/clusters.yaml; overrides the spec's cluster section."),
 ]
 GpusPerNode = Annotated[
     int | None, typer.Option("--gpus-per-node", metavar="N", min=1, max=1024, help="Number of devices per node.")
@@ -255,6 +269,8 @@ GpusPerNode = Annotated[
 JobTimeout = Annotated[
     str, typer.Option("--timeout", metavar="TIME", help="Time limit for the job, including its time in the queue.")
 ]
+# Of a verb that needs no run; cli/elsewhere.py sends the command line there.
+OnLoginNode = Annotated[str | None, _cluster_option("Do this on the login node of a cluster of clusters.yaml.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, pause, run_argument, seconds_of
+from scaletrain_cli.cli.options import AsJson, OnLoginNode, pause, run_argument, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.paths import find_runs
 from scaletrain_cli.text import seconds_text, visible
@@ -29,6 +29,7 @@ def command(
         str | None,
         typer.Option(metavar="TIME", help="Look again after this time, until Ctrl-C; for cron, leave it out."),
     ] = None,
+    cluster: OnLoginNode = None,
     as_json: AsJson = False,
 ) -> None:
     """Resume runs whose jobs were lost, where their spec asks for it with restarts.lost.

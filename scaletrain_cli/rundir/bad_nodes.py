@@ -41,11 +41,16 @@ def bad_nodes_file(root: Path) -> Path:
 
 
 def read_bad_nodes(root: Path, now: float) -> list[BadNode]:
-    """Return the nodes to exclude, latest evidence first."""
+    """Return the nodes to exclude, latest evidence first. Entries of another form are left out: users may edit them."""
     data = undamaged_document(bad_nodes_file(root))
     if data is None or data.get("schema") != SCHEMA or not isinstance(data.get("nodes"), list):
         return []
-    nodes = [_by_this_clock(node, now) for entry in data.get("nodes", ()) if (node := _bad_node(entry)) is not None]
+    nodes: list[BadNode] = []
+    for entry in data["nodes"]:
+        with contextlib.suppress(TypeError, ValueError, LookupError):
+            node: BadNode = typed(BadNode, entry)
+            ahead = max(0.0, node.time - now)  # evidence from a clock ahead of this one counts as new
+            nodes.append(dataclasses.replace(node, time=node.time - ahead, expires=node.expires - ahead))
     return sorted((node for node in nodes if node.expires > now), key=lambda node: -node.time)
 
 
@@ -68,21 +73,6 @@ def forget_bad_nodes(root: Path, names: Collection[str], now: float) -> list[str
         if gone:
             _write(root, [node for node in known if node.node not in gone])
     return gone
-
-
-def _by_this_clock(node: BadNode, now: float) -> BadNode:
-    """Treat evidence with a time in the future, from a clock ahead of this one, as new."""
-    ahead = max(0.0, node.time - now)
-    return dataclasses.replace(node, time=node.time - ahead, expires=node.expires - ahead)
-
-
-def _bad_node(entry: object) -> BadNode | None:
-    """Return the node of an entry; None if it is invalid: any user who may write to the root can edit the file."""
-    try:
-        found: BadNode = typed(BadNode, entry)
-        return found
-    except (TypeError, ValueError, LookupError):
-        return None
 
 
 def _write(root: Path, nodes: Collection[BadNode]) -> None:
@@ -127,19 +117,10 @@ def exclusion(
 
     A node that is not usable now can always be excluded. One that the spec names (``pinned``) is never excluded.
     """
-    spare = len(set(usable)) - needed
-    excluded: list[str] = []
-    spared: list[str] = []
-    for node in bad:
-        if node.node in pinned:
-            spared.append(node.node)
-        elif node.node not in usable:
-            excluded.append(node.node)
-        elif spare > 0:
-            spare -= 1
-            excluded.append(node.node)
-        else:
-            spared.append(node.node)
+    names, spare = [node.node for node in bad], max(0, len(set(usable)) - needed)
+    still_needed = [name for name in names if name in usable and name not in pinned][spare:]
+    spared = {name for name in names if name in pinned or name in still_needed}
+    excluded = set(names) - spared
     reason = Reason("launch.nodes-not-excluded", {"needed": needed, "usable": len(set(usable))}) if spared else None
     return Exclusion(tuple(sorted(excluded)), tuple(sorted(spared)), reason)
 

@@ -7,9 +7,10 @@ import pytest
 
 from scaletrain_cli.cli import login_node
 from scaletrain_cli.cli.elsewhere import run_on_login_node
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.login_node import ssh
 from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember
+from tests.cli.command_line import scaletrain
 from tests.cli.every_command import ALL, OF_A_RUN
 from tests.login_node.conftest import Site
 
@@ -32,16 +33,22 @@ def away(site: Site) -> Site:
 EVERY = [*RUN_ONLY, *WITH_TARGET, ("exec",), ("shell",)]
 
 
-def test_every_verb_is_sent_to_where_its_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a connection; the next test has one."""
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The scripts that are sent to a login node without a connection; each of them ends with 7."""
     file = Path(os.environ["XDG_CONFIG_HOME"], "scaletrain", "clusters.yaml")
     file.parent.mkdir(parents=True)
-    file.write_text("clusters: {site: {host: login.site, scheduler: local}}")
+    file.write_text("clusters: {site: {host: login.site, scheduler: local}, here: {scheduler: local}}")
     remember(SentRun("away-1", "site", 1.0))
     scripts: list[str] = []
     for module in (ssh, login_node):  # the names that the verbs use were bound when it was imported
         monkeypatch.setattr(module, "run_interactively", lambda node, script, **_: scripts.append(script) or 7)
         monkeypatch.setattr(module, "output_of", lambda *_: "")
+    return scripts
+
+
+def test_every_verb_is_sent_to_where_its_run_is(scripts: list[str]) -> None:
+    """Without a connection; the next test has one."""
     codes = {words: run_on_login_node([*words, "away", *MORE.get(words, [])]) for words in EVERY}
     assert codes == dict.fromkeys(EVERY, 7)
     lost = [words for words, script in zip(EVERY, scripts, strict=True) if " ".join((*words, "away")) not in script]
@@ -55,6 +62,26 @@ def test_every_verb_runs_where_its_run_is(away: Site) -> None:
         done = away.scaletrain(*words, "away", *MORE.get(words, []))
         answers[words] = (done.returncode, done.stdout[: len(" ".join(words)) + 5])
     assert answers == {words: (ExitCode.DONE, "|".join((*words, "away"))) for words in answers}
+
+
+OF_CLUSTERS = (["list", "--mine"], ["nodes", "list"], ["nodes", "clear", "gpu07"], ["recover", "--every", "5m"])
+
+
+@pytest.mark.parametrize("words", OF_CLUSTERS, ids=" ".join)
+def test_a_verb_that_needs_no_run_is_sent_to_the_cluster_that_it_names(words: list[str], scripts: list[str]) -> None:
+    assert run_on_login_node([*words, "--cluster", "site"]) == 7
+    assert scripts.pop().endswith(f" {' '.join(words)}")
+    assert run_on_login_node(words) is None
+    for cluster, error in (("here", "has no login node"), ("nowhere", "no such cluster")):
+        with pytest.raises(UsageError, match=error):
+            run_on_login_node([*words, f"--cluster={cluster}"])
+    assert scripts == []
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_list_of_this_machine_says_how_to_see_that_of_a_cluster() -> None:
+    for words in (["list"], ["nodes", "list"]):
+        assert f"scaletrain {' '.join(words)} --cluster site" in scaletrain(*words, code=0).err
 
 
 def test_a_calibration_from_a_run_there_is_refused_with_what_to_do(away: Site) -> None:
