@@ -156,7 +156,8 @@ def pause(seconds: float) -> None:
     readers = select.poll()
     with contextlib.suppress(OSError, ValueError):  # no file, as in a test
         readers.register(sys.stdout.fileno(), 0)
-    if any(state & (select.POLLERR | select.POLLHUP) for _, state in readers.poll(1e3 * seconds)):
+    longest = 2**31 - 1  # milliseconds, in poll(2)
+    if any(state & (select.POLLERR | select.POLLHUP) for _, state in readers.poll(min(1e3 * seconds, longest))):
         raise BrokenPipeError
 
 

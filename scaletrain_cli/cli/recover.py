@@ -45,6 +45,8 @@ def command(
     if every is not None and as_json:
         raise UsageError("--every cannot be combined with --json. Call it again and again instead.")
     seconds = None if every is None else seconds_of("--every", every)
+    if seconds is not None and seconds < 1:  # each look asks the scheduler about each run
+        raise UsageError(f"--every {every}: must be at least 1s, such as 5m. Leave it out to look once.")
     while True:
         chosen = find_runs(runs) if runs else own_runs()
         for run in chosen if runs else ():

@@ -1,12 +1,15 @@
 """submit, train, status, list, logs, cancel, resume: the life of a run with a fake engine."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scaletrain_cli.cli.options import pause
 from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch.backends.base import PreflightResult
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
@@ -273,3 +276,24 @@ def test_an_invalid_wait_time_is_rejected(time: str) -> None:
     (runs_root() / "r1").mkdir(parents=True)
     (runs_root() / "r1" / "run.json").write_text("{}")
     assert f"--wait {time}: must be a duration" in scaletrain("status", "r1", f"--wait={time}").err
+
+
+@pytest.mark.parametrize("time", ["0", "0s", "0.5"])
+def test_recover_does_not_look_without_a_pause(time: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scaletrain_cli.cli.recover.pause", end)
+    ended = scaletrain("recover", "--every", time, code=2)
+    assert f"--every {time}" in ended.err
+    assert "5m" in ended.err, "what is allowed"
+    assert scaletrain("recover", "--every", "1s").code == 130, "it looks again until Ctrl-C"
+
+
+def test_a_pause_may_be_longer_than_the_system_can_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)  # so that the pause ends at once
+    with open(writes, "w", encoding="utf-8") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(BrokenPipeError):
+            pause(30 * 86400.0)
