@@ -80,21 +80,18 @@ def _with_spec(cluster: Cluster, line: CommandLine) -> int | None:
     submits = line.verb == ("submit",)
     name = (line.params.get("run_id") if submits else None) or new_run_id(spec.name, time.time())
     require_run_id(name)
-    submitted = submits and not line.params.get("dry_run") and line.params.get("output") is None
-    sweep = bool(line.params.get("sweep"))
-    code = None  # the section ``code`` with the absolute path of the folder on this machine
-    if spec.code.path is not None:
-        code = spec.code.model_dump(mode="json") | {"path": str(Path(spec.code.path).expanduser().absolute())}
-    entry = SentRun(name, cluster.name, time.time(), code, tuple(spec.secret_env), sweep)
-    return _with_bundle(
-        cluster,
-        line,
-        name,
-        spec=(file, text),
-        secret_names=spec.secret_env,
-        snapshot=snapshot,
-        entry=entry if submitted else None,
-    )
+    entry, clusters = None, {run.run_id: run.cluster for run in sent_runs()}
+    if submits and not line.params.get("dry_run") and line.params.get("output") is None:
+        code = None  # the section ``code`` with the absolute path of the folder on this machine
+        if spec.code.path is not None:
+            code = spec.code.model_dump(mode="json") | {"path": str(Path(spec.code.path).expanduser().absolute())}
+        sweep = bool(line.params.get("sweep"))
+        entry = SentRun(name, cluster.name, time.time(), code, tuple(spec.secret_env), sweep)
+        if clusters.get(name, cluster.name) != cluster.name:  # verbs for this run would go there
+            raise UsageError(Reason("login_node.id-elsewhere", {"run": name, "cluster": clusters[name]}))
+    new = None if name in clusters else entry
+    secrets = spec.secret_env
+    return _with_bundle(cluster, line, name, spec=(file, text), secret_names=secrets, snapshot=snapshot, new=new)
 
 
 def _with_bundle(
@@ -105,11 +102,11 @@ def _with_bundle(
     spec: tuple[Path, bytes] | None = None,
     secret_names: Sequence[str] = (),
     snapshot: Snapshot | None = None,
-    entry: SentRun | None = None,
+    new: SentRun | None = None,
 ) -> int:
     """Send files to the login node, then run the verb with them.
 
-    ``spec``: the file on the line, and its text. ``entry``: the run, if the verb may submit it.
+    ``spec``: the file on the line, and its text. ``new``: the run that the verb submits, if it is not on the list.
     """
     for note in () if snapshot is None else snapshot.notes:
         warn(sentences(note))
@@ -126,7 +123,6 @@ def _with_bundle(
         added += ["--run-id", shlex.quote(name)]
     words[len(line.verb) : len(line.verb)] = added  # before a --
     send(node, bundle)
-    new = None if any(run.run_id == name for run in sent_runs()) else entry
     try:
         if new is not None:
             remember(new)  # before the request, whose answer may be lost

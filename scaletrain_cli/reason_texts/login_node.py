@@ -72,6 +72,10 @@ TEXTS: Texts = {
         "these runs are on more than one machine: {runs:list}",
         "Give the runs of one cluster at a time",
     ),
+    "id-elsewhere": (
+        "{run} was sent to the cluster {cluster}, and verbs for it run there",
+        "Use another --run-id; `scaletrain rm {run}` removes a run that has ended",
+    ),
     "no-host": (
         "{run} was submitted through the login node of the cluster {cluster}, which clusters.yaml does not name",
         "Add clusters.{cluster}.host to it",

@@ -9,8 +9,8 @@ from scaletrain_cli.cli import login_node
 from scaletrain_cli.cli.elsewhere import run_on_login_node
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.login_node import ssh
-from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember
-from tests.cli.command_line import scaletrain
+from scaletrain_cli.launch.login_node.sent_runs import SentRun, remember, sent_runs
+from tests.cli.command_line import SMALL, scaletrain
 from tests.cli.every_command import ALL, OF_A_RUN
 from tests.login_node.conftest import Site
 
@@ -82,6 +82,18 @@ def test_a_verb_that_needs_no_run_is_sent_to_the_cluster_that_it_names(words: li
 def test_a_list_of_this_machine_says_how_to_see_that_of_a_cluster() -> None:
     for words in (["list"], ["nodes", "list"]):
         assert f"scaletrain {' '.join(words)} --cluster site" in scaletrain(*words, code=0).err
+
+
+def test_a_run_id_is_sent_to_one_cluster(scripts: list[str]) -> None:
+    """The list has one cluster of an id: verbs for the run on the second one would go to the first."""
+    words = ["submit", str(SMALL), "--run-id", "away-1"]
+    remember(SentRun("away-1", "other", 2.0))
+    with pytest.raises(UsageError, match="away-1 was sent to the cluster other"):
+        run_on_login_node([*words, "--cluster", "site"])
+    assert run_on_login_node([*words, "--cluster", "site", "--dry-run"]) == 7
+    remember(SentRun("away-1", "site", 3.0))
+    assert run_on_login_node([*words, "--cluster", "site"]) == 7, "a repeated submission is the same run"
+    assert [run.submitted for run in sent_runs()] == [3.0]
 
 
 def test_a_calibration_from_a_run_there_is_refused_with_what_to_do(away: Site) -> None:
