@@ -85,21 +85,16 @@ def restarts(case: Case) -> Iterator[Finding]:
 
 @check()
 def hangs(case: Case) -> Iterator[Finding]:
-    """Yield a warning with the latest hang, as the launcher found it from the ranks of all nodes.
-
-    Until an attempt trains again: `explain` tells how earlier ones ended, and a receiver would be reminded for ever.
-    """
-    *_, last = [None, *case.events_named("hang", "started", "resumed")]
-    if last is not None and last["event"] == "hang" and "code" in last:
+    """Yield a warning with the latest hang, as the launcher found it from the ranks of all nodes."""
+    if "code" in (last := _not_over(case, "hang")):
         why = Reason("diagnosis.hung", {"attempt": last["attempt"], "hang": reason_from(last)})
         yield Finding(why, "warning", "high", (case.cause("diagnosis.cause-hung-rank", attempt=last["attempt"]),))
 
 
 @check()
 def corruption(case: Case) -> Iterator[Finding]:
-    """Yield an error with the latest corruption of the state of a rank."""
-    *_, last = [None, *case.events_named("corruption")]
-    if last is not None:
+    """Yield an error with the latest corruption of the state of a rank. The next attempt begins before it."""
+    if last := _not_over(case, "corruption"):
         why = Reason("diagnosis.state-corrupted", {"attempt": last["attempt"], "corruption": reason_from(last)})
         yield Finding(why, "error", "high", (case.cause("diagnosis.cause-corrupting-node", ranks=last["ranks"]),))
 
@@ -189,6 +184,15 @@ def mirror(case: Case) -> Iterator[Finding]:
         often = case.cause("diagnosis.cause-mirror-often", "checkpoint.mirror.every")
         code = Reason("diagnosis.mirror-behind", has | {"lag": lag, "waiting": state.waiting_step or 0})
         yield Finding(code, "warning", "high", (rate, often))
+
+
+def _not_over(case: Case, name: str) -> Mapping[str, Any]:
+    """Return the latest event of this name; empty once an attempt trains again.
+
+    `explain` tells how earlier attempts ended, and a receiver would be reminded for ever.
+    """
+    *_, last = [{}, *case.events_named(name, "started", "resumed")]
+    return last if last.get("event") == name else {}
 
 
 def _interval(saves: Sequence[Mapping[str, Any]]) -> float:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from scaletrain_cli.own_processes import process_stat
+
 _PR_SET_PDEATHSIG = 1
 _PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Time of the grace period that is left when the rank exits by itself.
@@ -96,7 +98,6 @@ def _ancestors() -> Iterator[int]:
     while pid > 0:
         yield pid
         try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                pid = int(file.read().rpartition(b")")[2].split()[1])
+            pid = int(process_stat(pid)[1])
         except OSError:
             return

@@ -21,6 +21,7 @@ from tests.diagnosis.histories import IMAGES, Values, case, falling, findings, o
 
 LN_V = math.log(32000)
 NAN = [{"event": "rolled-back", "cause": "nan", "from_step": 400, "to_step": 200, "steps": [400]}]
+CORRUPTION = {"event": "corruption", "attempt": 1, "ranks": [3], "code": "engine.replica-differs", "params": {}}
 HANG = {"event": "hang", "attempt": 1, "code": "launch.hung", "params": {"silent_seconds": 6}}
 
 
@@ -134,6 +135,7 @@ def stands(level: float) -> Values:
 
 HEALTHY = {
     "a hang before this attempt": case(events=[HANG, {"event": "resumed", "attempt": 2, "step": 0}]),
+    "a corrupt rank before this attempt": case(events=[CORRUPTION, {"event": "resumed", "attempt": 2, "step": 0}]),
     "pre-training": case(),
     "at its beginning": case(steps=range(1, 40)),
     "no steps yet": case(steps=()),
@@ -295,12 +297,7 @@ ILL: dict[str, tuple[Case, str]] = {
     "a node short of memory": (watched(node={"memory_available_bytes": 4e9}), "node-memory-short"),
     "a leak on rank 1": (watched(rank={"memory_bytes": lambda step: 2e10 + step * 4e7}), "memory-grows-full"),
     "a hang": (case(events=[HANG]), "hung"),
-    "a corrupt rank": (
-        case(
-            events=[{"event": "corruption", "attempt": 1, "ranks": [3], "code": "engine.replica-differs", "params": {}}]
-        ),
-        "state-corrupted",
-    ),
+    "a corrupt rank": (case(events=[CORRUPTION]), "state-corrupted"),
     "restarts": (
         replace(
             case(events=[{"event": "started", "attempt": n, "step": 0} for n in (1, 2, 3)]),
