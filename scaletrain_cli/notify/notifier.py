@@ -162,8 +162,6 @@ def send_waiting(run: RunDir, record: RunRecord, environment: Mapping[str, str],
 
     The thread is left behind if a receiver does not answer; what it has not sent stays pending.
     """
-    if not record.spec.notify:
-        return
     notifier = Notifier(run, record, environment)
 
     def send() -> None:

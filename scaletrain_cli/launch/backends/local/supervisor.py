@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
+from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.full_disk import is_full
+from scaletrain_cli.launch.attempts import Decision
 from scaletrain_cli.launch.backends.local.backend import (
     SUPERVISOR_FAILED,
     SUPERVISOR_STOPPED,
@@ -29,13 +30,14 @@ from scaletrain_cli.launch.node.job import WAIT_SECONDS, OneNodeJob
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS
 from scaletrain_cli.launch.node.processes import adopt_orphans, die_with_parent, own_identity
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
-from scaletrain_cli.launch.restart import conclude_abandoned
+from scaletrain_cli.launch.restart import conclude_abandoned, conclude_run
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.safe_files import locked
+from scaletrain_cli.unexpected import known_error
 
 _EXISTS = "local.supervisor-exists"
 logger = logging.getLogger(__name__)
@@ -53,24 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.CRASHED
     adopt_orphans()
     set_up_logging("supervisor")
-    run = RunDir(options.run_folder.absolute())
+    run, job = RunDir(options.run_folder.absolute()), None
     try:
         with supervisor_lock(run):
             write_supervisor(run, own_identity())
             job = Supervision(run, read_record(run), LocalBackend.name, str(os.getpid()), options.engine)
             return job.run_to_end()
-    except ScaletrainError as error:
-        if error.reason is not None and error.reason.code == _EXISTS:  # which records the end
-            logger.error("%s", error)
-            return error.exit_code
-        said, code = str(error), error.exit_code
-    except OSError as error:
-        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        code = ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
-    reason = Reason(SUPERVISOR_FAILED, {"error": said.rstrip(".")})
-    with contextlib.suppress(OSError):
-        record_event(run, "stopped", exit_code=int(code), why=str(reason), **reason.to_document())
+    except Exception as error:
+        found = known_error(error, "")
+        code = ExitCode.DO_NOT_REQUEUE if is_full(error) else found.exit_code
+    if found.reason is not None and found.reason.code == _EXISTS:  # which records the end
+        logger.error("%s", found)
+        return code
+    reason = Reason(SUPERVISOR_FAILED, {"error": str(found).rstrip(".")})
     logger.error("%s", reason)
+    with contextlib.suppress(OSError):
+        if job is not None and job.at_work:
+            conclude_run(run, Decision.because(False, code, reason))
+        else:  # the command that started this one still waits, says why, and undoes what it has written
+            record_event(run, "stopped", exit_code=int(code), why=str(reason), **reason.to_document())
     return code
 
 

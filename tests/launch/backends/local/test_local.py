@@ -323,6 +323,34 @@ def test_a_supervisor_that_cannot_read_its_run_any_more_records_why(make_run: Ma
     assert "cannot continue" in LOCAL.job(made.run, made.record).detail
 
 
+FAILING_SUPERVISOR = """
+import sys
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.backends.local import supervisor
+def fail(self, first):
+    self.on_begin()
+    raise {error}
+supervisor.Supervision._attempt = fail
+sys.exit(supervisor.main())
+"""
+
+
+@pytest.mark.parametrize(("error", "code"), [("UsageError('the record is damaged')", 2), ("TypeError('a bug')", 1)])
+def test_a_supervisor_that_fails_after_its_start_tells_it_and_keeps_no_secret(
+    error: str, code: int, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "hidden")
+    monkeypatch.setenv("SCALETRAIN_TRACEBACK", "1")
+    made = make_run(*ONE_RANK, "secret_env=[TOKEN]", f"notify=[{{command: [tee, {tmp_path}/told]}}]")
+    assert made.run.secrets.exists()
+    command = [sys.executable, "-c", FAILING_SUPERVISOR.format(error=error), str(made.run.path)]
+    assert subprocess.run(command, capture_output=True, text=True).returncode == code
+    (stopped,) = made.events("stopped")
+    assert (stopped["code"], stopped["exit_code"]) == ("local.supervisor-failed", code)
+    assert stopped["why"] in (tmp_path / "told").read_text()
+    assert not made.run.secrets.exists()
+
+
 def test_cancel_signals_no_process_that_was_not_started_for_the_run(make_run: MakeRun) -> None:
     """Other users who can write to the run directory could name any process of the user who cancels."""
     made = make_run(*ONE_RANK)
