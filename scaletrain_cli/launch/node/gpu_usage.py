@@ -39,16 +39,12 @@ class GpuSampler:
     ) -> None:
         self._nvml, self._clock = nvml, clock
         nvml.nvmlInit()
-        places, gpus = {}, []
+        by_place = {}
         for index in range(nvml.nvmlDeviceGetCount()):
-            device = self._read(nvml.nvmlDeviceGetHandleByIndex, index)
-            if device is not None:
+            if (device := self._read(nvml.nvmlDeviceGetHandleByIndex, index)) is not None:
                 uuid = str(self._read(nvml.nvmlDeviceGetUUID, device) or "")
-                if (place := visible_place(index, uuid, environment)) is not None:
-                    places[index] = place
-                    gpus.append(_Gpu(nvml, index, device))
-        chosen = sorted(places, key=lambda index: places[index])[:count]
-        self._gpus = [gpu for gpu in gpus if gpu.index in chosen and not gpu.is_divided()]
+                by_place[visible_place(index, uuid, environment)] = _Gpu(nvml, index, device)
+        self._gpus = [gpu for place, gpu in by_place.items() if place in range(count) and not gpu.is_divided()]
         self._slow_read = -SLOW_SECONDS
 
     def _read(self, call: Callable[..., T], *arguments: Any) -> T | None:
