@@ -190,15 +190,20 @@ def _progress_known(run: RunDir, record: RunRecord) -> bool:
 def first_attempt_of_job(run: RunDir, job_id: str, number: int) -> int:
     """Return the first attempt that counts against the budgets of attempt ``number``.
 
-    A resume without a person grants no new budgets: the jobs before it count as well.
+    A resume without a person grants no new budgets: the jobs before it count as well. The id of a local job is a pid,
+    which an earlier job may have had: in a container or after a reboot.
     """
     submitted = [event for event in read_events(run) if event["event"] == "submitted"]
-    places = [place for place, event in enumerate(submitted) if event.get("job_id") == job_id]
-    jobs, place = {job_id}, places[-1] if places else 0
-    while place > 0 and submitted[place].get("automatic"):
-        place -= 1
-        jobs.add(str(submitted[place].get("job_id")))
-    return min((attempt.number for attempt in read_attempts(run) if attempt.job_id in jobs), default=number)
+    while submitted and submitted[-1].get("job_id") != job_id:
+        submitted.pop()
+    jobs, first = {job_id}, 1
+    for event in reversed(submitted):
+        jobs.add(str(event.get("job_id")))
+        first = event.get("first_attempt", 1)
+        if not event.get("automatic"):
+            break
+    attempts = (attempt.number for attempt in read_attempts(run) if attempt.job_id in jobs)
+    return min((attempt for attempt in attempts if attempt >= first), default=number)
 
 
 def automatic_submissions(run: RunDir) -> int:

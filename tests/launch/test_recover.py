@@ -255,6 +255,22 @@ def test_a_resume_by_a_person_grants_all_resumes_again(make_run: MakeRun) -> Non
     assert [first_attempt_of_job(made.run, str(job), job) for job in range(1, 6)] == [1, 1, 1, 4, 4]
 
 
+def test_a_job_whose_id_an_earlier_one_had_does_not_count_the_attempts_before(make_run: MakeRun) -> None:
+    """As of local jobs in a container, where the supervisor gets the same pid each time."""
+    made = make_run()
+    for number, automatic in ((1, 0), (2, 0), (3, 1)):
+        record_event(made.run, "submitted", job_id="7", automatic=automatic, first_attempt=number)
+        begin_attempt(made.run, made.record.spec, scheduler="local", job_id="7", nodes=())
+    assert first_attempt_of_job(made.run, "7", 3) == 2
+
+
+def test_attempts_of_a_job_count_although_its_submission_is_not_recorded_here(make_run: MakeRun) -> None:
+    made = make_run()
+    for job in ("6", "7", "7"):
+        begin_attempt(made.run, made.record.spec, scheduler="test", job_id=job, nodes=())
+    assert first_attempt_of_job(made.run, "7", 3) == 2
+
+
 @pytest.mark.parametrize("error", [SchedulerError("no answer."), OSError(errno.ESTALE, "Stale file handle")])
 def test_a_run_that_cannot_be_judged_does_not_keep_the_others(
     error: Exception, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
