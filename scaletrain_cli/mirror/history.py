@@ -59,17 +59,24 @@ class HistoryWriter:
     """Writes the history of one owner. ``known``: blobs that are stored, None before the first look."""
 
     def __init__(self, store: MirrorStore, run: RunDir, generation: int, throttle: Throttle) -> None:
-        self._store, self._run, self._generation, self._throttle = store, run, generation, throttle
+        self._store, self._run, self._throttle = store, run, throttle
         self._known: set[str] | None = None
-        self._number = 0
-        self._last: dict[str, dict[str, Any]] = {}
+        self._last, self._content = Index(generation, 0, {}), b""  # the list of the last call
 
-    def write(self) -> int:
-        """Store what has changed since the last call; return the number of the newest list. Raises store errors."""
+    def write(self) -> None:
+        """Store what has changed since the last call.
+
+        Raises MirrorError, before anything is written, if the list of the last call is no longer there: a volume was
+        mounted over the folder or is mounted no more, and has other blobs. Raises errors of the store.
+        """
+        last = self._last
         if self._known is None:
             self._known = {PurePosixPath(name).name for name in self._store.list(_BLOBS)}
             found = _numbers(self._store.list(_FOLDER))
-            self._number = max((number for generation, number in found if generation == self._generation), default=0)
+            newest = max((number for generation, number in found if generation == last.generation), default=0)
+            last = self._last = Index(last.generation, newest, {})
+        elif self._store.read(last.name) != self._content:
+            raise MirrorError(Reason("mirror.other-volume", {"place": self._store.place}))
         files: dict[str, dict[str, Any]] = {}
         for path in _files_of(self._run):
             blobs, whole, size = [], hashlib.sha256(), 0
@@ -89,12 +96,12 @@ class HistoryWriter:
                 continue
             name = path.relative_to(self._run.path).as_posix()
             files[name] = {"size": size, "sha256": whole.hexdigest(), "blobs": blobs, "private": private}
-        if files != self._last:
-            index = Index(self._generation, self._number + 1, files)
+        if files != last.files:
+            index = Index(last.generation, last.number + 1, files)
             document = {"schema": SCHEMA, "time": round(time.time(), 3), "files": files}
-            self._store.write(index.name, json.dumps(document).encode())
-            self._number, self._last = index.number, files
-        return self._number
+            self._content = json.dumps(document).encode()
+            self._store.write(index.name, self._content)
+            self._last = index
 
     def clean(self) -> None:
         """Delete lists but for the newest ones, and blobs that no list names."""

@@ -144,16 +144,12 @@ class FolderStore:
         download(str(self._folder / name), target, digest, read, on_bytes)
 
     def delete(self, name: str) -> None:
-        """Delete a file, and its folder if that is empty then."""
+        """Delete a file, and the folders of its name that are empty then."""
         path = self._folder / name
         path.unlink(missing_ok=True)
-        for folder in path.parents:
-            if folder == self._folder or self._folder not in folder.parents:
-                return
-            try:
+        with contextlib.suppress(OSError):  # not empty, or gone
+            for folder in path.parents[: name.count("/")]:
                 folder.rmdir()
-            except OSError:  # not empty, or gone
-                return
 
 
 BLOCK_BYTES = 1 << 20

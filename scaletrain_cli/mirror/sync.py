@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from scaletrain_cli.errors import ScaletrainError
@@ -89,7 +89,7 @@ class Mirror:
         except (ScaletrainError, OSError) as error:
             self._failed(error)
             if not isinstance(error, LocalFileError):  # retention was faster, or a disk is at fault
-                self._claims = []
+                self._claims, self._folders, self._history = [], None, None  # what the store has may be other files
             return False
         self._pause, self._not_before = _FIRST_PAUSE_SECONDS, 0.0
         if self.state.problem is not None:
@@ -114,10 +114,8 @@ class Mirror:
             self._looked = time.monotonic()
         if self._folders is None:
             self._folders = list_folders(self._store)
-            for folder in in_line(self._folders, self._claims):
-                found = read_mirrored(self._store, folder)
-                if isinstance(found, Checkpoint) and found.clean:
-                    self._clean.add(folder.name)
+            read = {folder.name: read_mirrored(self._store, folder) for folder in self._line()}
+            self._clean = {name for name, found in read.items() if isinstance(found, Checkpoint) and found.clean}
             self._describe()
         seen = self._names_here()
         self._drop_invalidated()
@@ -216,12 +214,9 @@ class Mirror:
                 if error.reason is not None and error.reason.code == "mirror.local-file-damaged":
                     self._damaged.add((checkpoint.step, identity_of(dict(checkpoint.files))))
                 raise
-        assert self._folders is not None
-        for other in [each for each in self._folders if each.step == folder.step and each.name != folder.name]:
-            if other.generation == folder.generation:  # an earlier save of this step
-                delete_folder(self._store, other)
-                self._folders.remove(other)
-        self._folders = [each for each in self._folders if each.name != folder.name] + [folder]
+        saves = [each for each in self._folders or () if each.generation == folder.generation]
+        self._delete([each for each in saves if each.step == folder.step and each.name != folder.name])  # earlier ones
+        self._folders = [each for each in self._folders or () if each.name != folder.name] + [folder]
         (self._clean.add if checkpoint.clean else self._clean.discard)(folder.name)
         self._describe(committed=round(time.time(), 3))
         if invalidated_steps(read_events(self._run)[events:], {checkpoint.step}):
@@ -264,9 +259,7 @@ class Mirror:
         self._require_claim()  # before anything is deleted: a later owner may need it
         self._folders = list_folders(self._store)
         invalid = invalidated_steps(read_events(self._run), {folder.step for folder in self._line()})
-        for folder in folders_to_delete(self._folders, self._claims, settings.keep, settings.keep_every, invalid):
-            delete_folder(self._store, folder)
-            self._folders.remove(folder)
+        self._delete(folders_to_delete(self._folders, self._claims, settings.keep, settings.keep_every, invalid))
         if self._history is not None:
             self._history.clean()
         self._describe()
@@ -278,11 +271,13 @@ class Mirror:
         if not valid or not discarded:
             return
         self._require_claim()
-        assert self._folders is not None
-        for folder in discarded:
-            delete_folder(self._store, folder)
-            self._folders.remove(folder)
+        self._delete(discarded)
         self._describe()
+
+    def _delete(self, folders: Sequence[MirroredFolder]) -> None:
+        for folder in folders:
+            delete_folder(self._store, folder)
+        self._folders = [each for each in self._folders or () if each not in folders]
 
     def _mark_clean(self) -> None:
         """Write the manifests again of checkpoints that training has marked clean since they were copied."""

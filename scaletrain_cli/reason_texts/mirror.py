@@ -18,6 +18,7 @@ TEXTS: Texts = {
     "claim-damaged": "{claim} in {place} is not the claim of a run",
     "superseded": "another place continues this run from the mirror {place}: {run_dir} on {host} (generation "
     "{generation}), so that it stops here",
+    "other-volume": "the mirror {place} has other files than before, as if a volume was mounted or unmounted there",
     "stops": "the run continues in {owner}",
     "other-process": "{run} is mirrored by another process at the moment",
     # ---- settings --------------------------------------------------------------------------------------------------

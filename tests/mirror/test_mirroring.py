@@ -458,3 +458,25 @@ def test_a_mirror_that_does_not_show_the_claim_of_its_owner_for_a_moment_does_no
     mirror._require_claim()
     assert (mirror.is_superseded, mirrored.run.is_cancelled) == (False, False)
     assert read_claims(mirrored.store)[-1] == own_claim(mirrored.run) == own
+
+
+def test_a_disk_that_is_mounted_again_gets_all_that_was_written_below_its_mount_point(
+    make_mirrored: MakeMirrored, tmp_path: Path
+) -> None:
+    disk, away = tmp_path / "disk", tmp_path / "away"
+    mirrored = make_mirrored(str(disk))
+    mirror = mirrored.mirror_of(10)
+    disk.rename(away)  # as by umount
+    mirrored.commit(20)
+    while not mirror.look(is_last=True):  # the first try finds another volume
+        assert mirror.state.problem.code == "mirror.other-volume"
+    assert mirrored.steps() == [20], "below the mount point"
+    shutil.rmtree(disk)  # as by mount, which hides it
+    away.rename(disk)
+    while not mirror.look(is_last=True):  # the first try finds another volume
+        assert mirror.state.problem.code == "mirror.other-volume"
+    assert mirrored.steps() == [10, 20]
+    index = newest_index(mirrored.store, read_claims(mirrored.store))
+    restore_history(mirrored.store, index, tmp_path / "restored")
+    assert (tmp_path / "restored" / "metrics.jsonl").read_bytes() == mirrored.run.metrics.read_bytes()
+    assert len(mirrored.events("mirror-failed")) == len(mirrored.events("mirror-recovered")) == 2
