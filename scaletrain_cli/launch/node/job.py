@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
+from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import Decision, begin_attempt
 from scaletrain_cli.launch.node.heartbeats import stopped_seconds
@@ -42,6 +42,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import locked
+from scaletrain_cli.unexpected import known_error
 from scaletrain_cli.worker.memory_copies import remove_copies
 
 WAIT_SECONDS = 1.0
@@ -69,12 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             job = OneNodeJob(run, read_record(run), options.scheduler, options.job_id, options.engine)
             job.requeued = options.requeued
             return job.run_to_end()
-    except ScaletrainError as error:
-        logger.error("%s", error)
-        return error.exit_code
-    except OSError as error:
-        logger.error("the job cannot continue: %s", error)
-        return ExitCode.DO_NOT_REQUEUE if is_full(error) else ExitCode.CRASHED
+    except Exception as error:
+        logger.error("%s", found := known_error(error, "the job cannot continue"))
+        return ExitCode.DO_NOT_REQUEUE if is_full(error) else found.exit_code
 
 
 @dataclass

@@ -10,12 +10,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from scaletrain_cli.errors import ExitCode, SchedulerError
+from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import Decision
 from scaletrain_cli.launch.backends.local.backend import (
@@ -39,7 +39,6 @@ from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.safe_files import locked
 from scaletrain_cli.unexpected import known_error
 
-_EXISTS = "local.supervisor-exists"
 logger = logging.getLogger(__name__)
 
 
@@ -57,16 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logging("supervisor")
     run, job = RunDir(options.run_folder.absolute()), None
     try:
-        with supervisor_lock(run):
+        with locked(run.path / "supervisor.lock", wait_seconds=0) as alone:
+            if not alone:  # the other one records the end
+                logger.error("%s", Reason("local.supervisor-exists", {"run": run.run_id}))
+                return ExitCode.SCHEDULER
             write_supervisor(run, own_identity())
             job = Supervision(run, read_record(run), LocalBackend.name, str(os.getpid()), options.engine)
             return job.run_to_end()
     except Exception as error:
         found = known_error(error, "")
         code = ExitCode.DO_NOT_REQUEUE if is_full(error) else found.exit_code
-    if found.reason is not None and found.reason.code == _EXISTS:  # which records the end
-        logger.error("%s", found)
-        return code
     reason = Reason(SUPERVISOR_FAILED, {"error": str(found).rstrip(".")})
     logger.error("%s", reason)
     with contextlib.suppress(OSError):
@@ -75,15 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:  # the command that started this one still waits, says why, and undoes what it has written
             record_event(run, "stopped", exit_code=int(code), why=str(reason), **reason.to_document())
     return code
-
-
-@contextlib.contextmanager
-def supervisor_lock(run: RunDir) -> Iterator[None]:
-    """Hold the lock that allows one supervisor per run. Raises SchedulerError if another process holds it."""
-    with locked(run.path / "supervisor.lock", wait_seconds=0) as alone:
-        if not alone:
-            raise SchedulerError(Reason(_EXISTS, {"run": run.run_id}))
-        yield
 
 
 @dataclass

@@ -17,7 +17,6 @@ from scaletrain_cli.launch.backends.local.backend import (
     supervisor_command,
     write_supervisor,
 )
-from scaletrain_cli.launch.backends.local.supervisor import supervisor_lock
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.job import read_submission
 from scaletrain_cli.launch.node.processes import identify
@@ -25,6 +24,7 @@ from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import exit_code_of, run_status
 from scaletrain_cli.launch.submit import submit_run
+from scaletrain_cli.safe_files import locked
 from tests.launch.backends.local.launching import launching
 from tests.launch.conftest import ENGINE, LOCAL, MadeRun, MakeRun, is_running, make_plan, make_spec
 from tests.waiting import wait_until
@@ -211,8 +211,8 @@ def test_a_run_has_one_supervisor_at_a_time(submit: MakeRun) -> None:
     made = submit(steps=10_000)
     with pytest.raises(SchedulerError, match="already has a supervisor"):
         LOCAL.submit(made.run, made.record)
-    with pytest.raises(SchedulerError), supervisor_lock(made.run):
-        pass
+    with locked(made.run.path / "supervisor.lock", wait_seconds=0) as alone:
+        assert not alone
 
 
 def test_a_supervisor_is_not_mistaken_for_a_later_process_with_its_pid(submit: MakeRun) -> None:

@@ -9,11 +9,11 @@ from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
 from scaletrain_cli.launch.backends.local import backend
 from scaletrain_cli.launch.backends.local.backend import write_supervisor
-from scaletrain_cli.launch.backends.local.supervisor import supervisor_lock
 from scaletrain_cli.launch.node.processes import ProcessIdentity, own_identity
 from scaletrain_cli.launch.remove import plan_removal
 from scaletrain_cli.launch.resume import inspect_resume
 from scaletrain_cli.reasons import recorded
+from scaletrain_cli.safe_files import locked
 from tests.launch.conftest import LOCAL, MadeRun, MakeRun
 
 GONE = ProcessIdentity(2**22 + 1, 1)  # a pid that no process has
@@ -85,7 +85,7 @@ def test_a_run_lives_on_the_machine_and_the_boot_that_started_it(
 def test_in_another_container_the_lock_says_if_it_lives(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_run()
     supervised(made, GONE, monkeypatch)
-    with supervisor_lock(made.run):
+    with locked(made.run.path / "supervisor.lock"):
         CONTAINER.use(monkeypatch)
         assert LOCAL.job(made.run, made.record).state == "running"
     assert LOCAL.job(made.run, made.record).state == "ended"
