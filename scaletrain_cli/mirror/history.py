@@ -49,11 +49,6 @@ class Index:
     def name(self) -> str:
         return f"{_FOLDER}/{self.generation:04d}-{self.number:08d}.json"
 
-    @property
-    def blobs(self) -> set[str]:
-        """Return the hashes of all blobs that the list names."""
-        return {blob for file in self.files.values() for blob in file["blobs"]}
-
 
 class HistoryWriter:
     """Writes the history of one owner. ``known``: blobs that are stored, None before the first look."""
@@ -109,7 +104,7 @@ class HistoryWriter:
         kept = lists[-_KEPT:]
         for generation, number in lists[:-_KEPT]:
             self._store.delete(Index(generation, number, {}).name)
-        needed = {blob for each in kept for blob in _read(self._store, *each).blobs}
+        needed = {blob for each in kept for file in _read(self._store, *each).files.values() for blob in file["blobs"]}
         for name in self._store.list(_BLOBS):
             if PurePosixPath(name).name not in needed:
                 self._store.delete(name)

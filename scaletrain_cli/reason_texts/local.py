@@ -7,7 +7,7 @@ TEXTS: Texts = {
     "unfit-machine": ("this machine cannot run the job: {problems:list}", "Change cluster.gpus_per_node"),
     "no-queue": "this machine has no queue",
     "shared-gpus": (
-        "--max-concurrent {requested}: local runs all use the GPUs of this machine from GPU 0 on, and would share them",
+        "--max-concurrent {requested}: local runs do not wait for free GPUs of this machine, and would share them",
         "Leave the option out to run them one after the other, or use cluster.scheduler = slurm",
     ),
     "started-elsewhere": ("{run} was started on {host}", "Cancel it on {host}"),

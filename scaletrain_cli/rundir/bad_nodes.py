@@ -59,8 +59,7 @@ def remember_bad_nodes(root: Path, found: Sequence[BadNode], now: float) -> None
     with _lock(root):
         known = {node.node: node for node in read_bad_nodes(root, now)}
         for node in found:
-            before = known.get(node.node)
-            expires = max(node.expires, before.expires) if before is not None else node.expires
+            expires = max(node.expires, known.get(node.node, node).expires)
             known[node.node] = dataclasses.replace(node, expires=expires)
         _write(root, known.values())
 

@@ -114,7 +114,8 @@ def run_node(options: AgentOptions) -> int:
         started=time.time(),
     )
     _claim(run, options.attempt, node)
-    found = inspect_node(run, record, node.node, os.environ)
+    gpu_locks = contextlib.ExitStack() if record.spec.cluster.traits.runs_here else None  # until this process ends
+    found = inspect_node(run, record, node.node, os.environ, gpu_locks)
     with contextlib.suppress(OSError):  # informational; the failure record has the reason
         write_inspection(run, options.attempt, found)
     for note in found.notes:
@@ -125,6 +126,8 @@ def run_node(options: AgentOptions) -> int:
         failure = observed_failure("wrong-nodes", cause, node.node, exit_code=ExitCode.WRONG_NODES)
         _record_failed_start(run, options.attempt, node, failure)
         raise WrongNodesError(cause)
+    if [gpu.index for gpu in found.gpus] != [*range(len(found.gpus))]:  # else CUDA takes the same ones by itself
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpu.uuid for gpu in found.gpus))
     # A user's training program may send no heartbeat.
     own = record.spec.code.own_program
     local_ranks = LocalRanks(math.inf if own else START_SECONDS, foreign=record.spec.code.command is not None)

@@ -16,6 +16,7 @@ from typing import Any
 
 from scaletrain_cli.own_processes import python_command
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import typed
 
 _KILL_SECONDS = 1.0
 _DRIVER_SECONDS = 60.0  # without persistence mode eight GPUs take 10 s
@@ -64,11 +65,8 @@ def query_driver() -> NodeHealth | None:
     if process.returncode:
         last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         return NodeHealth(trouble=f"reading the driver failed: {last[0]}")
-    found = json.loads(output)
-    if found is None:
-        return None
-    gpus = tuple(GpuHealth(**{**gpu, "held_down_by": tuple(gpu["held_down_by"])}) for gpu in found["gpus"])
-    return NodeHealth(**{**found, "gpus": gpus})
+    health: NodeHealth | None = typed(NodeHealth | None, json.loads(output))
+    return health
 
 
 def read_driver(nvml: Any) -> NodeHealth | None:

@@ -5,7 +5,6 @@ It finds a bad node within seconds. Measurements that need several ranks are in 
 every node, writes its facts to the folder as JSON.
 """
 
-import contextlib
 import dataclasses
 import os
 import platform
@@ -15,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,7 +37,7 @@ from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.safe_files import create_file, make_folder, touch
+from scaletrain_cli.safe_files import create_file, locked, make_folder, touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.text import bytes_text, counted
 
@@ -53,10 +53,8 @@ def problems_of_node(
     cluster: ClusterSpec, environment: Mapping[str, str], devices: Path = Path("/dev")
 ) -> list[Reason]:
     """Return why this node cannot run its ranks. More devices than planned are no problem."""
-    if cluster.gpu == "cpu":
-        return []
     found, source = count_gpus(environment, devices)
-    if found >= cluster.gpus_per_node:
+    if cluster.gpu == "cpu" or found >= cluster.gpus_per_node:
         return []
     return [Reason("node.too-few-gpus", {"found": found, "source": source, "planned": cluster.gpus_per_node})]
 
@@ -87,10 +85,18 @@ class NodeInspection:
     notes: tuple[Reason, ...]
 
 
-def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping[str, str]) -> NodeInspection:
-    """Return the state of this node. Never raises: values that cannot be read are None."""
+def inspect_node(
+    run: RunDir, record: RunRecord, node: str, environment: Mapping[str, str], locks: ExitStack | None = None
+) -> NodeInspection:
+    """Return the state of this node. Never raises: values that cannot be read are None.
+
+    ``locks``: on a machine where no scheduler gives GPUs to a run, those of the GPUs that are chosen, until it ends.
+    """
     cluster, environment = record.spec.cluster, {**environment, **record.spec.env}
     health = None if cluster.gpu == "cpu" else query_driver()
+    if health is not None and locks is not None and "CUDA_VISIBLE_DEVICES" not in environment:
+        free = _free_gpus(health.gpus, record, run.path.parent, locks)
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in free)} if free else {}
     gpus = () if health is None else gpus_of_ranks(health, environment, cluster.gpus_per_node)
     memory, shm = available_bytes(), _free(_SHM)
     ahead, code, cores = _clock_ahead(run.path), code_hash(), usable_cores()
@@ -107,6 +113,23 @@ def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping
         problems=tuple(_problems(record, environment, health, gpus, memory)),
         notes=tuple(_notes(record, health, gpus, shm, ahead, code, cores)),
     )
+
+
+def _free_gpus(gpus: Sequence[GpuHealth], record: RunRecord, root: Path, locks: ExitStack) -> list[GpuHealth]:
+    """Return the first GPUs that are fit and that no other run below ``root`` has; empty if there are too few.
+
+    They are locked: a run that starts uses no memory yet, by which another one could see it.
+    """
+    free: list[GpuHealth] = []
+    with ExitStack() as tried, suppress(OSError):
+        for gpu in gpus:
+            lock = locked(root / f".gpu-{gpu.uuid}.lock", wait_seconds=0, shared=True)
+            if not any(gpu_problems(NodeHealth(), (gpu,), record.plan.memory.peak)) and tried.enter_context(lock):
+                free.append(gpu)
+            if len(free) == record.spec.cluster.gpus_per_node:
+                locks.push(tried.pop_all())
+                return free
+    return []
 
 
 def write_inspection(run: RunDir, attempt: int, found: NodeInspection) -> None:
@@ -214,7 +237,7 @@ def probe_node(folder: str, token: str) -> NodeFacts:
     """Return the facts of this node. ``folder``, below the runs root, contains ``token`` if the nodes share it."""
     packages = {}
     for name in NEEDED_PACKAGES:  # without imports, which take seconds and could crash the probe
-        with contextlib.suppress(PackageNotFoundError):
+        with suppress(PackageNotFoundError):
             packages[name] = version(name)
     gpus, source = count_gpus(os.environ)
     problem = _problem_of(Path(folder), token)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,6 +16,7 @@ from scaletrain_cli.launch.node.inspection import NodeInspection, inspect_node
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.worker.failures import read_failures
 from tests.launch.conftest import MadeRun, MakeRun, StartAgent
+from tests.waiting import wait_until
 
 GB = 10**9
 FAKE_NVML = Path(__file__).parent / "fake_nvml"
@@ -25,9 +27,10 @@ def inspected(
     monkeypatch: pytest.MonkeyPatch,
     health: NodeHealth | None = None,
     visible: Mapping[str, str] = MappingProxyType({"CUDA_VISIBLE_DEVICES": "0,1"}),
+    locks: ExitStack | None = None,
 ) -> NodeInspection:
     monkeypatch.setattr(inspection, "query_driver", lambda: health)
-    return inspect_node(made.run, made.record, "node-0000-here", visible)
+    return inspect_node(made.run, made.record, "node-0000-here", visible, locks)
 
 
 def test_a_healthy_node_has_no_problems(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +81,41 @@ def test_only_gpus_that_ranks_will_use_are_judged(
     found = inspected(made, monkeypatch, busy, visible)
     assert [problem.params["gpu"] for problem in found.problems if problem.code == "node.gpu-in-use"] == judged
     assert [gpu.index for gpu in found.gpus] == judged
+
+
+def test_a_run_on_this_machine_takes_the_first_gpus_that_are_fit_and_that_no_other_run_has(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, broken, *free = (GpuHealth(index, f"GPU-{index}", "H100", 85 * GB, 0) for index in range(5))
+    busy, broken = dataclasses.replace(busy, used_bytes=85 * GB), dataclasses.replace(broken, waits_for_reset=True)
+    health = NodeHealth("550", (busy, broken, *free))
+
+    def taken(locks: ExitStack | None, *overrides: str) -> list[int]:
+        made = make_run("cluster.gpu=h100-sxm-80gb", *overrides)
+        return [gpu.index for gpu in inspected(made, monkeypatch, health, {}, locks).gpus]
+
+    with ExitStack() as first, ExitStack() as second:
+        assert taken(first) == [2, 3]
+        assert taken(second) == [0, 1], "too few are left: the first ones, and why they are unfit"
+        one = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
+        assert taken(second, *one) == [4], "what was tried before holds no lock"
+    with ExitStack() as third:
+        assert taken(third) == [2, 3], "once the runs have ended"
+    assert taken(None) == [0, 1], "those that a scheduler gave to the job"
+
+
+def test_ranks_on_this_machine_get_free_gpus(make_run: MakeRun, start_agent: StartAgent) -> None:
+    path = os.pathsep.join([str(FAKE_NVML), os.environ["PYTHONPATH"]])
+    given = {"PYTHONPATH": path, "FAKE_NVML": json.dumps({"gpus": [{"used": 85 << 30}, {}, {}, {}]})}
+    one = ("cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=1", "training.global_batch_size=1")
+    made = [make_run(*one, stay={"1:0": 1}, echo=["CUDA_VISIBLE_DEVICES"]) for _ in range(2)]
+    for run in made:
+        agent = start_agent(run, given)
+        wait_until(lambda: "up" in run.log(1, 0) or agent.process.poll() is not None, "it trains or ends")  # noqa: B023
+    chosen = [run.log(1, 0).split("CUDA_VISIBLE_DEVICES='")[1].split("'")[0] for run in made]
+    recorded = [json.loads(next((run.run.attempt(1) / "preflight").iterdir()).read_text())["gpus"] for run in made]
+    assert [[gpu["index"] for gpu in gpus] for gpus in recorded] == [[1], [2]]
+    assert chosen == [gpus[0]["uuid"] for gpus in recorded]
 
 
 def test_an_agent_on_a_bad_node_writes_why_and_starts_no_rank(make_run: MakeRun, start_agent: StartAgent) -> None:

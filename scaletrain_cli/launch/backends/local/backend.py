@@ -62,7 +62,9 @@ def local_view(
 
     rows = tuple(row for run in list_runs() if (row := _row(run, job_of)) is not None)
     count, _ = count_gpus(os.environ)
-    total, kind = (count, _type(drivers)) if count else (usable_cores(), "CPU core")
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in sorted(drivers.glob("*/information")))
+    models = (match[1].strip() for text in texts if (match := _MODEL.search(text)))
+    total, kind = (count, next(models, "gpu")) if count else (usable_cores(), "CPU core")
     used = min(total, sum(row.gpus or 0 for row in rows if row.state == "running"))
     return ClusterView(
         scheduler="local",
@@ -95,14 +97,6 @@ def _row(run: RunDir, job_of: Callable[[RunDir, RunRecord], Job | None]) -> Queu
         reason=job.detail if job.state == "queued" else "",
         start=attempts[-1].started if attempts else None,
     )
-
-
-def _type(drivers: Path) -> str:
-    """Return the name of the GPUs as the driver reports it."""
-    for information in sorted(drivers.glob("*/information")):
-        if match := _MODEL.search(information.read_text(encoding="utf-8", errors="replace")):
-            return match[1].strip()
-    return "gpu"
 
 
 SUPERVISOR_STOPPED = "local.supervisor-stopped"
