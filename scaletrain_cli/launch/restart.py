@@ -6,8 +6,9 @@ The caller then starts the next attempt, requeues the job, or stops.
 import contextlib
 import dataclasses
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.launch.attempts import (
@@ -34,6 +35,7 @@ from scaletrain_cli.spec.run import RestartsSpec
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
 PREEMPTIONS_WITHOUT_PROGRESS = 10
+_START_UP_SECONDS = 600.0  # an attempt that lasted longer may have trained, also if no checkpoint shows it
 CACHES_TRIED = 2
 # The number of failures without progress after which the next attempt needs other nodes.
 _FAILURES_ON_THE_SAME_NODES = 2
@@ -77,7 +79,8 @@ def decide(
 ) -> Decision:
     """Return the restart decision. ``history``: the attempts that share the budgets; the last one has just ended.
 
-    ``progress_known``: checkpoints of the run show its progress. Without it only the budgets limit the restarts.
+    ``progress_known``: checkpoints of the run show its progress. Without it the time of attempts does, for preempted
+    ones, and budgets limit the others.
     """
     if exit_code == ExitCode.DONE:
         return Decision.because(False, exit_code, Reason("launch.stop-done"))
@@ -94,8 +97,8 @@ def decide(
     if progress_known and stuck >= ATTEMPTS_WITHOUT_PROGRESS and reason not in _NEUTRAL and not free:
         why = Reason("launch.stop-no-progress", {"attempts": stuck})
         return Decision.because(False, ExitCode.DO_NOT_REQUEUE, why)
-    idle = preemptions_without_progress(history)
-    if progress_known and idle >= PREEMPTIONS_WITHOUT_PROGRESS and (is_preemption(reason) or free):
+    idle = preemptions_without_progress(history, progress_known=progress_known)
+    if idle >= PREEMPTIONS_WITHOUT_PROGRESS and (is_preemption(reason) or free):
         why = Reason("launch.stop-no-progress-preempted", {"attempts": idle})
         return Decision.because(False, ExitCode.DO_NOT_REQUEUE, why)
     if reason in _FREE:
@@ -143,18 +146,22 @@ def may_restart_in_place(history: Sequence[AttemptRecord], against: Sequence[str
 
 def attempts_without_progress(history: Sequence[AttemptRecord]) -> int:
     """Return how many of the latest attempts failed without a newer checkpoint; preempted ones are skipped."""
-    counted = (attempt for attempt in _since_progress(history) if not attempt.free_of_charge)
-    return sum(attempt.reason not in _NEUTRAL for attempt in counted)
+    since = itertools.takewhile(lambda attempt: not attempt.made_progress, reversed(history))
+    return sum(attempt.reason not in _NEUTRAL for attempt in since if not attempt.free_of_charge)
 
 
-def preemptions_without_progress(history: Sequence[AttemptRecord]) -> int:
-    """Return how many of the latest attempts were preempted before they committed a newer checkpoint."""
-    since = _since_progress(history)
+def preemptions_without_progress(history: Sequence[AttemptRecord], *, progress_known: bool = True) -> int:
+    """Return how many of the latest attempts were preempted before they made progress.
+
+    A program that exits with 75 each time it starts would otherwise be restarted without end.
+    """
+
+    def trained(attempt: AttemptRecord) -> bool:
+        lasted = (attempt.ended or math.inf) - attempt.started
+        return attempt.made_progress or (not progress_known and lasted > _START_UP_SECONDS)
+
+    since = itertools.takewhile(lambda attempt: not trained(attempt), reversed(history))
     return sum(attempt.free_of_charge or is_preemption(attempt.reason or "node") for attempt in since)
-
-
-def _since_progress(history: Sequence[AttemptRecord]) -> Iterator[AttemptRecord]:
-    return itertools.takewhile(lambda attempt: not attempt.made_progress, reversed(history))
 
 
 def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | None:

@@ -154,8 +154,9 @@ TEXTS: Texts = {
     "stop-no-retry": "exit code {exit_code} means that a retry cannot help",
     "stop-budget-used-up": "{exit_reason}: restarts.{budget} = {allowed} is used up",
     "stop-no-progress": "{attempts} failed attempts in a row committed no newer checkpoint",
-    "stop-no-progress-preempted": "{attempts} preempted attempts in a row committed no step: cluster.grace_seconds, "
-    "the time limit or the time between preemptions is too short to start up. Increase them, then `scaletrain resume`",
+    "stop-no-progress-preempted": "{attempts} preempted attempts in a row made no progress: cluster.grace_seconds, "
+    "the time limit or the time between preemptions is too short to start up, or a program exits with 75 by itself. "
+    "Correct that, then `scaletrain resume`",
     "stop-caches": (
         "{attempts} attempts could not fetch the files of the hub for the same reason, so another node is not tried: "
         "{failure}",

@@ -15,7 +15,7 @@ NONE = {"preemption": 0, "node": 0, "crash": 0}
 NEVER_BEGAN = "preempted " * 5 + "time-limit " * 4 + "out-of-grace"
 
 
-def attempts(history: str) -> list[AttemptRecord]:
+def attempts(history: str, seconds: float = 1.0) -> list[AttemptRecord]:
     """Return attempts that ended as in `crash:10 node`: for a reason, with the latest checkpoint at a step, if any.
 
     `lost`: a node was lost, and the scheduler restarts the job for free.
@@ -23,7 +23,7 @@ def attempts(history: str) -> list[AttemptRecord]:
     found: list[AttemptRecord] = []
     before = None
     for number, (reason, _, step) in enumerate((end.partition(":") for end in history.split()), start=1):
-        ended: dict[str, Any] = {"reason": reason, "exit_code": CODES.get(reason, 1), "ended": 1.0}
+        ended: dict[str, Any] = {"reason": reason, "exit_code": CODES.get(reason, 1), "ended": seconds}
         if reason == "lost":
             ended |= {"reason": "node", "free_of_charge": True}
         checkpoint = int(step) if step else None
@@ -33,8 +33,8 @@ def attempts(history: str) -> list[AttemptRecord]:
     return found
 
 
-def decide_last(history: str, limits: dict[str, int], **more: bool):  # type: ignore[no-untyped-def]
-    ended = attempts(history)
+def decide_last(history: str, limits: dict[str, int], seconds: float = 1.0, **more: bool):  # type: ignore[no-untyped-def]
+    ended = attempts(history, seconds)
     code, reason = ended[-1].exit_code, ended[-1].reason
     assert code is not None
     assert reason is not None
@@ -148,5 +148,10 @@ def test_an_attempt_may_follow_in_the_job_without_the_node_that_is_to_blame() ->
 
 @pytest.mark.parametrize(("history", "again"), [("preempted " * 12, True), ("node " * 4, True), ("crash " * 4, False)])
 def test_without_checkpoints_only_budgets_limit_a_program_that_saves_in_its_own_way(history: str, again: bool) -> None:
-    assert not decide_last(history, {}).requeue
-    assert decide_last(history, {}, progress_known=False).requeue == again
+    assert not decide_last(history, {}, 700.0).requeue
+    assert decide_last(history, {}, 700.0, progress_known=False).requeue == again
+
+
+def test_a_program_that_ends_as_preempted_soon_after_each_start_is_not_restarted_for_ever() -> None:
+    assert decide_last("preempted " * 9, {}, progress_known=False).requeue
+    assert decide_last("preempted " * 10, {}, progress_known=False).code == "launch.stop-no-progress-preempted"
