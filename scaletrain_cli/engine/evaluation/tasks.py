@@ -164,8 +164,8 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
         logger.info("task %s took %.1f s", task.name, time.monotonic() - began)
     if not _is_current(run, evaluation):
         return ExitCode.DONE
+    log_evaluation(run, evaluation)  # first: training may delete the checkpoint of an evaluation that is over
     evaluation = write_evaluation(run, replace(evaluation, state="failed" if evaluation.errors else "done"))
-    log_evaluation(run, evaluation)
     record_event(
         run, "evaluated", step=step, evaluation=own.run_id, metrics=evaluation.metrics, failed=[*evaluation.errors]
     )
