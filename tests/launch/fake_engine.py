@@ -64,7 +64,8 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     ``stay``: {"attempt:rank": step after which the rank waits for a signal or for the file ``go`` in the run
     directory}, so that a test need not be faster than the steps; it beats meanwhile, unless it has announced
     ``silence``. ``deaf``: ranks that ignore signals.
-    ``save_seconds``: duration of a save after a signal. ``echo``: variables to print. ``touch``: a file to create.
+    ``save_seconds``: duration of a save after a signal, which the file ``save`` in the run directory ends before.
+    ``echo``: variables to print. ``touch``: a file to create.
     ``swap``: write to the node's disk, as NVMe offload does. ``hang``: {"attempt:rank": step at which the rank
     sleeps}; the ranks in ``stopped`` stop themselves by SIGSTOP instead. ``silence``: seconds that a step may take.
     ``linger``: rank 0 waits for ``go`` after it has finished. ``agent_watch``: limits of the watchdog over the node
@@ -97,7 +98,9 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
                     heartbeat.beat(step, "step")
         save = bool(fake.get("checkpoint_every")) and step % fake["checkpoint_every"] == 0
         if _stop_at and RANK not in fake.get("deaf", []):
-            time.sleep(fake.get("save_seconds", 0))
+            for _ in range(round(fake.get("save_seconds", 0) / 0.05)):
+                if not (run_folder / "save").exists():
+                    time.sleep(0.05)
             commit(run_folder, step)
             say("saved")
             return 75

@@ -11,10 +11,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def test_an_idle_run_is_announced_saved_and_ended_without_a_requeue_and_can_be_resumed(site: Site) -> None:
-    fake = {"steps": 30, "checkpoint_every": 5, "stay": {"1:*": 12}, "silence": 600}
+    fake = {"steps": 30, "checkpoint_every": 5, "stay": {"1:*": 12}, "silence": 600, "save_seconds": 600}
     run_id = site.submit(fake, options=("--idle-timeout", "20s"))
-    site.wait(run_id, lambda now: bool(now["idle"]), "it is announced")
-    assert site.status(run_id)["idle_reason"]["code"] == "launch.idle"
+    announced = site.wait(run_id, lambda now: bool(now["idle"]), "it is announced")
+    assert announced["idle_reason"]["code"] == "launch.idle"
+    (site.runs / run_id / "save").touch()  # until now the ranks could not end
     ended = site.wait(run_id, lambda now: now["state"] == "ended-idle", "it is ended")
     assert site.ends(run_id) == [(75, "idle")]
     assert ended["last_checkpoint_step"] == 12, "the ranks saved"

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.job import Job
 from scaletrain_cli.launch.node.heartbeats import LastBeat
 from scaletrain_cli.launch.node.idle import GpuUse, IdleWatch, ProcessUse, Window, idle_seconds_of_others
-from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records, write_node_record
+from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
 from scaletrain_cli.launch.restart import conclude_attempt, conclude_run
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import idle_notice, run_status
@@ -347,15 +346,13 @@ def test_the_status_shows_the_announcement_until_the_run_works_again(make_run: M
 
 @pytest.mark.process
 def test_a_local_run_that_waits_is_announced_saved_ended_and_resumable(make_run: MakeRun, forked_jobs: None) -> None:
-    made = make_run("cluster.idle_timeout=10s", steps=20, stay={"1:*": 6}, silence=600)
+    made = make_run("cluster.idle_timeout=10s", steps=20, stay={"1:*": 6}, silence=600, save_seconds=600)
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: made.events("idle"), "it is announced")
-    (node,) = read_node_records(made.run, 1)
-    os.kill(node.agent_pid, signal.SIGSTOP)  # else it may end the run meanwhile
     status = run_status(made.run, LOCAL)
     assert (status.state, status.idle is not None) == ("running", True)
     assert [finding.code for finding in explain(made.run).findings] == ["launch.idle"]
-    os.kill(node.agent_pid, signal.SIGCONT)
+    (made.run.path / "save").touch()  # until now the ranks could not end
     ended = wait_for_end(made.run, LOCAL, math.inf, lambda _: None)
     assert ended.state == "ended-idle"
     assert ended.last_checkpoint_step == 6

@@ -193,10 +193,11 @@ def test_a_stop_file_cancels_the_run(submit: MakeRun) -> None:
 
 @pytest.mark.long
 def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_continues(submit: MakeRun) -> None:
-    made = submit(stay={"1:0": 1}, save_seconds=2)
+    made = submit(stay={"1:0": 1}, save_seconds=600)
     agent_pid(made, 1)
     os.kill(supervisor_pid(made), signal.SIGKILL)
     assert LOCAL.job(made.run, made.record).state == "running"  # the agent still saves, so no other attempt may start
+    (made.run.path / "save").touch()
     wait_for_end(made)
     left = run_status(made.run, LOCAL)
     assert (left.state, exit_code_of(made.run, left)) == ("preempted", 75)
