@@ -43,7 +43,7 @@ def test_an_ended_run_keeps_no_secret_and_a_resume_takes_it(make_run: MakeRun, m
 
 def test_a_run_that_is_cancelled_keeps_no_secret(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "first")
-    made = make_run("secret_env=[MY_TOKEN]", steps=1000)
+    made = make_run("secret_env=[MY_TOKEN]", stay={"1:*": 1})
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: "up" in made.log(1, 0), "the ranks are up")
     LOCAL.cancel(made.run, made.record)
