@@ -31,7 +31,7 @@ def test_the_last_checkpoint_is_evaluated_at_the_end(made: MadeRun, start_agent:
     for name in ("squeue", "sacct", "scontrol", "sinfo"):
         site(tmp_path, name, "exit 0")
     site(tmp_path, "sbatch", "echo 4711")
-    agent = start_agent(made)
+    agent = start_agent(made, module=("tests.launch.node.patient_agent",))
     assert agent.wait() == 0, agent.errors
     (submitted,) = made.events("evaluation-submitted")
     assert (submitted["step"], submitted["job_id"]) == (20, "4711")
