@@ -103,12 +103,13 @@ def test_a_run_continues_after_suspension_and_lost_answers_and_cancel_saves_its_
 def test_a_requeue_by_slurm_continues_in_the_same_job_and_scancel_cancels_the_run(site: Site) -> None:
     run_id = site.submit(FOREVER)
     job_id = site.trains(run_id)["job_id"]
+    urgent = site.cluster.submit("sleep 600", "-p", "high", "-N", "4", "--exclusive", "-o/dev/null")  # gets all nodes
     site.cluster.run("scontrol", "requeue", job_id)
     site.wait(run_id, lambda now: now["job"]["state"] == "queued", "it is queued again")
     explanation = explained(site, run_id)
     assert "another attempt follows" in explanation
     assert "no attempt follows" not in explanation
-    site.cluster.run("scancel", job_id)
+    site.cluster.run("scancel", job_id, urgent)
     ended = site.wait(run_id, lambda now: now["job"]["state"] == "ended", "the job is over")
     assert ended["state"] == "cancelled"
     assert "no attempt follows" in explained(site, run_id)

@@ -42,11 +42,11 @@ def test_the_gang_starts_after_the_preparation_whose_preempted_tasks_change_no_b
     folder = site.runs / run_id / "preparation"
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     wait_until(lambda: list(folder.glob("slurm-*-1.log")), "the second task runs")
+    urgent = site.cluster.submit("sleep 3", "-phigh", "-N4", "--exclusive", "-o/dev/null")
     waiting = site.status(run_id)
     assert waiting["state"] == "queued"
     said = site.scaletrain("explain", run_id, "--json")["findings"][0]
     assert job["job_id"] in said["headline"]
-    urgent = site.cluster.submit("sleep 3", "-phigh", "-N4", "--exclusive", "-o/dev/null")
     site.cluster.wait_for(urgent, lambda job: job["JobState"] == "COMPLETED")
     tasks = [site.cluster.job(f"{job['others']}_{task}") for task in range(2)]
     assert [task["Restarts"] for task in tasks] == ["1", "1"]

@@ -52,8 +52,8 @@ def preempted_by_a_higher_partition(login: Login, run_id: str) -> str:
     """Preempt the run, wait until its first attempt has ended, and return its run directory."""
     urgent = login.cluster.submit("sleep 600", "-p", "high", "-N", "4", "--exclusive", "-o/dev/null")
     before = login.wait(run_id, lambda now: len(ends(now["run_dir"])) == 1)
-    login.cluster.run("scancel", urgent)
     assert ends(before["run_dir"]) == [(75, "preempted")]
+    login.cluster.run("scancel", urgent)
     return str(before["run_dir"])
 
 
