@@ -105,15 +105,14 @@ def test_a_preempted_run_continues_on_other_nodes_and_equals_the_local_run(login
     """A job of higher priority keeps the nodes; no step is lost, and the metrics are bitwise equal."""
     short = (*TINY, "training.steps=60", "evaluation.every=20", "checkpoint.every=25")
     # Slow in the first attempt, so that it is preempted before it finishes.
-    run_id = login.submit(*ON_SLURM, *short, "env.SCALETRAIN_FAULT=slow-rank seconds=0.3 attempt=1")
+    run_id = login.submit(*ON_SLURM, *short, "env.SCALETRAIN_FAULT=slow-rank step=5 seconds=2 attempt=1")
     before = login.wait(run_id, lambda now: now["step"] >= 4)
     assert len(before["nodes"]) == 2
     urgent = login.cluster.submit("sleep 600", "-p", "high", "-N", "2", "--exclusive", "-w", ",".join(before["nodes"]))
     local = login.submit("cluster.gpus_per_node=2", *short)  # at the same time
-    after = login.wait(run_id, lambda now: now["attempt"] == 2 and bool(now["nodes"]))
-    assert not set(after["nodes"]) & set(before["nodes"])
     done = login.wait(run_id, lambda now: now["state"] == "finished", "finished")
     login.cluster.run("scancel", urgent)
+    assert not set(read_attempts(RunDir(Path(done["run_dir"])))[1].nodes) & set(before["nodes"])
     assert done["steps_lost_total"] == 0
     assert done["restarts"] == 1
 
@@ -208,7 +207,7 @@ def test_no_interruption_by_slurm_loses_a_saved_step(login: Login, tmp_path: Pat
 
 @pytest.mark.long
 def test_a_hung_node_is_named_and_the_run_continues_without_it(login: Login) -> None:
-    run_id = login.submit(*ON_SLURM, *TINY, "guard.hang=5s")
+    run_id = login.submit(*ON_SLURM, *TINY, "guard.hang=15s")
     before = login.wait_for_steps(run_id, 1, more=8)
     bad = before["nodes"][1]
     (record,) = Path(before["run_dir"]).glob(f"attempts/0001/nodes/node-0001-{bad}.json")
@@ -228,8 +227,8 @@ def test_a_hung_node_is_named_and_the_run_continues_without_it(login: Login) -> 
 
 @pytest.mark.long
 def test_a_spare_node_replaces_one_that_hangs_in_the_same_job(login: Login) -> None:
-    run_id = login.submit(*ON_SLURM, *TINY, "guard.hang=5s", "cluster.spare_nodes=1", "checkpoint.every=5")
-    before = login.wait_for_steps(run_id, 1, more=8)
+    run_id = login.submit(*ON_SLURM, *TINY, "guard.hang=15s", "cluster.spare_nodes=1", "checkpoint.every=5")
+    before = login.wait(run_id, lambda now: bool(now["last_checkpoint_step"]))
     run = RunDir(Path(before["run_dir"]))
     hung = read_node_records(run, 1)[1]
     os.kill(hung.ranks[0].pid, signal.SIGSTOP)
@@ -246,7 +245,7 @@ def test_the_state_of_a_lost_node_comes_from_the_memory_of_another_one(login: Lo
     """Nothing is on disk, and the memory of the node is lost with it."""
     copies = (*("checkpoint.in_memory=1", "checkpoint.every=100000"), "env.SCALETRAIN_FAULT=slow-rank seconds=0.2")
     run_id = login.submit(*ON_SLURM, *TINY, "cluster.spare_nodes=1", *copies)
-    before = login.wait_for_steps(run_id, 1, more=8)
+    before = login.wait_for_steps(run_id, 1, more=10)  # the last two may not be copied yet
     lost = read_attempts(RunDir(Path(before["run_dir"])))[0].nodes[-1]
     login.cluster.node_down(lost)
     after = login.wait_for_steps(run_id, 2)

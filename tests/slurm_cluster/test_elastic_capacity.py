@@ -70,7 +70,7 @@ def test_a_run_continues_on_the_nodes_that_are_left_and_returns_to_all_when_they
     """4 nodes, one of which is drained; a rank dies: 3 nodes; all 4 again, in the same job without a requeue."""
     cluster = login.cluster
     run_id = login.submit(*RUN, *ELASTIC, SLOW)
-    before = login.wait_for_steps(run_id, 1, more=SAVED_EVERY + 5)
+    before = login.wait(run_id, lambda now: bool(now["last_checkpoint_step"]))
     run = RunDir(Path(before["run_dir"]))
     assert before["nodes"] == ["n1", "n2", "n3", "n4"]
     cluster.run("scontrol", "update", "nodename=n4", "state=drain", "reason=test")
