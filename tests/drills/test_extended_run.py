@@ -1,10 +1,9 @@
 """A run that gets more steps, and a branch from its checkpoint, equal the run that had that length from the start."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from scaletrain_cli.api import prepare_branch
@@ -22,7 +21,7 @@ from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec.training import learning_rate
 from tests.cli.command_line import scaletrain
 from tests.drills.campaign.forked_attempts import ForkedRun
-from tests.drills.training_runs import Drill, differences, drill_spec, slowed, submit_drill
+from tests.drills.training_runs import Drill, differences, drill_spec, submit_drill
 from tests.engine.checkpoint.whole_state import whole_state
 from tests.launch.test_resume import Cluster
 
@@ -76,13 +75,12 @@ def test_a_cool_down_branches_off_and_its_run_goes_on(dataset: Path, monkeypatch
     whole, short = (submit_drill(dataset, **wsd, training__steps=steps) for steps in (30, 21))
     whole.wait_for_end()
     short.wait_for_end()
-    monkeypatch.setenv(VARIABLE, slowed({1: 12}))
+    monkeypatch.setenv(VARIABLE, "sigstop rank=0 step=13 attempt=1")  # as a step that takes longer than the commands
+    kept["checkpoint__async"] = "false"  # that of step 10 is committed by then
     main = submit_drill(dataset, **kept, training__schedule__name="constant", training__steps=20)
-    main.wait_for(lambda: [event for event in main.events("checkpoint") if event["step"] == 10])
+    rank = psutil.Process(main.rank_pids()[0])
+    main.wait_for(lambda: rank.status() == psutil.STATUS_STOPPED)
     monkeypatch.delenv(VARIABLE)
-    ranks = main.rank_pids()
-    for pid in ranks:  # as a run whose steps take longer than the commands
-        os.kill(pid, signal.SIGSTOP)
     refused = scaletrain("resume", main.run.path, "--branch", "cooled", "--at", 7, "--yes")
     assert (refused.code, "there are those of steps 5, 10" in " ".join(refused.err.split())) == (2, True), refused.err
     sets = [word for key in ("name=wsd", "cooldown_steps=6") for word in ("--set", f"training.schedule.{key}")]
@@ -91,8 +89,7 @@ def test_a_cool_down_branches_off_and_its_run_goes_on(dataset: Path, monkeypatch
     assert branched.data["branch_of"] == {"run_id": main.run.run_id, "run_dir": str(main.run.path), "step": 10}
     assert branched.data["resize"]["schedule"]["same_past"] is True
     assert main.active(), "the main run goes on"
-    for pid in ranks:
-        os.kill(pid, signal.SIGCONT)
+    rank.resume()
     cooled = Drill(RunDir(Path(branched.data["run_dir"])), main.scheduler)
     cooled.wait_for_end()
     main.wait_for_end()

@@ -80,10 +80,9 @@ class Drill:
         os.kill(self.agent_pid(), number)
 
     def rank_pids(self) -> list[int]:
-        """Return the process ids of the latest attempt, by rank."""
+        """Return the process ids of the latest attempt, by rank, once it has started them."""
         attempt = self.wait_for(self.run.attempts)[-1]
-        nodes = self.wait_for(lambda: read_node_records(self.run, attempt))
-        return [rank.pid for rank in nodes[0].ranks]
+        return self.wait_for(lambda: [rank.pid for node in read_node_records(self.run, attempt) for rank in node.ranks])
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         return [event for event in read_events(self.run) if name in (None, event["event"])]
@@ -130,7 +129,7 @@ def slowed(steps: dict[int, int]) -> str:
 
     A test that strikes before that step loses no time by it, and one that a busy machine delays still strikes in time.
     """
-    return "; ".join(f"slow-rank attempt={attempt} step={step} seconds=0.5" for attempt, step in steps.items())
+    return "; ".join(f"slow-rank attempt={attempt} step={step} seconds=1" for attempt, step in steps.items())
 
 
 def submit_drill(dataset: Path, **overrides: Any) -> Drill:
