@@ -149,7 +149,7 @@ def start(dataset: Path, processes: ExitStack, hang: dict[str, Any], ranks: int 
         words += ["--node-rank", str(number), "--node-name", node, "--master-addr", FIRST, "--master-port", "29500"]
         agents.append(subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         processes.callback(agents[-1].wait)
-        processes.callback(agents[-1].kill)
+        processes.callback(agents[-1].kill)  # its ranks end with it, stopped ones as well
     return Nodes(made.run, made.record, agents, between)
 
 
@@ -202,8 +202,6 @@ def test_a_node_that_stops_as_a_whole_is_named_by_the_ranks_that_wait_for_it(
     outcome = nodes.outcome()
     found = finding(outcome)
     assert (found.code, found.params["ranks"], outcome.against) == ("launch.hang-silent-node", [2, 3], ("beta",))
-    for pid in nodes.ranks(1):
-        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.long
@@ -218,8 +216,6 @@ def test_a_stopped_agent_does_not_hide_the_rank_that_hangs_on_its_node(dataset: 
     # Its own ranks continue the agent after 30 seconds, which may be before the other one has ended.
     assert outcome.against == ("beta",), outcome.message
     assert 3 in (found.params["rank"],) if "rank" in found.params else 3 in found.params["ranks"]
-    for pid in nodes.ranks(1):
-        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.long
