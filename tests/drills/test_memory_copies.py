@@ -130,25 +130,25 @@ def test_ranks_and_agents_killed_under_the_supervisor_lose_one_step_and_the_memo
     monkeypatch.setenv(VARIABLE, f"{kills}; exception rank=0 step=29 attempt=4")
     drill = submit_drill(dataset, **NO_SAVES, restarts="{crash: 10, node: 10}")
     folder = copies_folder(drill.run)
-    drill.wait_for_step(16)
-    assert run_status(drill.run).steps_lost_total <= 1
     drill.wait_for_end()
     ends = [event["reason"] for event in drill.events("attempt-ended")]
     assert ends == ["killed", "node", "killed", "crash", "done"]
     resumed = [event["step"] for event in drill.events("resumed")]
     trained = [7, 14, 21, 28]
     assert [max(step, last - 1) for step, last in zip(resumed, trained, strict=True)] == resumed
+    assert run_status(drill.run).steps_lost_total <= sum(trained) - sum(resumed)
     assert not folder.exists()
     shown = [evidence.code for finding in explain(drill.run).findings for evidence in finding.evidence]
     assert "launch.resumed-from-copies" in shown
     assert strays(drill, undisturbed()) == []
 
 
-def test_a_start_under_the_supervisor_that_is_killed_keeps_the_copies(dataset: Path, undisturbed: Undisturbed) -> None:
+def test_a_start_under_the_supervisor_that_is_killed_keeps_the_copies(
+    dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "sigkill rank=0 step=13 attempt=1")
     drill = submit_drill(dataset, **NO_SAVES, restarts="{crash: 10}")
-    drill.wait_for_step(12)
-    os.kill(drill.rank_pids()[0], signal.SIGKILL)
-    drill.wait_for(lambda: len(drill.run.attempts()) > 1 and len(drill.rank_pids()) > 1)
+    drill.wait_for(lambda: len(drill.run.attempts()) > 1)
     os.kill(drill.rank_pids()[1], signal.SIGKILL)  # while it imports
     drill.wait_for_end()
     (resumed,) = drill.events("resumed")

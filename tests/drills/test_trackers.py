@@ -1,7 +1,5 @@
 """A run that is killed, preempted and resumed is one run in each tracker: all steps once, in order."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import read_record
-from tests.drills.training_runs import STEPS, Drill, slowed, submit_drill
+from tests.drills.training_runs import STEPS, Drill, submit_drill
 from tests.tracking.wandb_files import offline_rows
 
 pytestmark = pytest.mark.drill
@@ -42,12 +40,9 @@ def mlflow_runs(drill: Drill) -> list[tuple[Any, dict[str, list[tuple[int, float
 def test_a_killed_run_is_one_run_in_tensorboard_and_mlflow(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     pytest.importorskip("mlflow")
-    monkeypatch.setenv(VARIABLE, slowed({1: 15, 2: 25}))
-    drill = submit_drill(dataset, tracking="[tensorboard, mlflow]")
-    drill.wait_for_step(14)
-    os.kill(drill.rank_pids()[0], signal.SIGKILL)  # steps 11 to 14 are trained again
-    drill.wait_for_step(24)
-    drill.preempt()
+    # Steps 11 to 14 are trained again.
+    monkeypatch.setenv(VARIABLE, "sigkill rank=0 step=15 attempt=1; sigterm rank=0 step=25 attempt=2")
+    drill = submit_drill(dataset, tracking="[tensorboard, mlflow]", checkpoint__async="false")
     drill.wait_for_end()
     assert drill.events("finished"), drill.log()
     assert len(drill.beginnings()) == 3
@@ -78,10 +73,8 @@ def test_a_killed_run_is_one_run_in_tensorboard_and_mlflow(dataset: Path, monkey
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_preempted_run_is_one_run_in_wandb_offline(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    monkeypatch.setenv(VARIABLE, slowed({1: 5}))
+    monkeypatch.setenv(VARIABLE, "sigterm rank=0 step=5 attempt=1")
     drill = submit_drill(dataset, tracking="{wandb: {mode: offline, project: drills}}", training__steps=12)
-    drill.wait_for_step(4)
-    drill.preempt()
     drill.wait_for_end()
     assert drill.events("finished")
     folders = sorted(path for path in (drill.run.path / "wandb").glob("offline-run-*"))
