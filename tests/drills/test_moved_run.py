@@ -33,7 +33,7 @@ def test_a_run_that_was_taken_over_stops_in_its_first_place(
     monkeypatch.setenv("SCALETRAIN_FAULT", "slow-rank attempt=1 step=11 seconds=2")
     first = submit_drill(dataset, checkpoint__mirror=PLACE)
     run_id = first.run.run_id
-    first.wait_for(lambda: mirrored_steps(run_id)[-1:] == [10])
+    first.wait_for(lambda: mirrored_steps(run_id))
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "second"))
     monkeypatch.delenv("SCALETRAIN_FAULT")
     scaletrain("resume", run_id, "--from-mirror", PLACE, "--take-over", "--yes", "--gpus-per-node", "1", code=0)

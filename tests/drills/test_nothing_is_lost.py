@@ -97,7 +97,7 @@ def saving(drill: Drill) -> bool:
 def test_a_signal_inside_a_save_loses_no_step(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "slow-save seconds=0.4 attempt=1")
+    monkeypatch.setenv(VARIABLE, f"slow-save seconds=0.4 attempt=1; {slowed({1: 21})}")
     drill = submit_drill(dataset)
     drill.wait_for(lambda: saving(drill))
     drill.preempt()
@@ -249,5 +249,5 @@ def test_a_slow_rank_is_reported_while_the_run_continues(dataset: Path, monkeypa
     drill.wait_for_end()
     (reported,) = drill.events("stragglers")
     assert (reported["rank"], reported["step"]) == (1, 40)
-    assert reported["seconds"] > 0.2 > reported["others_seconds"]
+    assert reported["seconds"] > max(0.2, reported["others_seconds"])
     assert str(run_status(drill.run).straggler).startswith("rank 1 computes")

@@ -58,8 +58,9 @@ def test_a_nan_in_the_data_is_skipped_where_the_guard_may_roll_back(
 def test_a_kill_right_after_a_rollback_does_not_bring_the_bad_data_back(
     in_memory: object, dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Slow, so that there is time to kill it on its way from the checkpoint to the end.
-    monkeypatch.setenv(VARIABLE, "spike step=26-28 factor=20; slow-rank rank=0 seconds=0.2 attempt=1")
+    # Slow, so that it is killed on its way from the checkpoint; the rank that is killed never gets to the end.
+    slow = "slow-rank rank=0 seconds=0.2 attempt=1; slow-rank rank=1 step=40 seconds=600 attempt=1"
+    monkeypatch.setenv(VARIABLE, f"spike step=26-28 factor=20; {slow}")
     drill = submit_drill(dataset, checkpoint__in_memory=in_memory)
     drill.wait_for(lambda: drill.events("rolled-back"))
     os.kill(drill.rank_pids()[1], signal.SIGKILL)
