@@ -19,14 +19,20 @@ from tests.launch.working_tree import WorkingTree
 
 pytestmark = [pytest.mark.drill, pytest.mark.long]
 SHORT = ("--set", "training.steps=40", "--set", "checkpoint.every=10", "--set", "checkpoint.keep=3", "--yes")
-# Makes steps slow enough that a fault strikes before the end; the recipe itself has no such lines.
+# Makes the steps of an attempt after that in $SLOW so slow that a fault strikes before the next checkpoint.
 SLOW = """
+import os, time
+
+def slow(step):
+    after = os.environ.get("SLOW", "").split()[int(os.environ["SCALETRAIN_ATTEMPT"]) - 1 :]
+    time.sleep(2 if after and step > int(after[0]) else 0)
+"""
+CALLBACK = f"""{SLOW}
 from transformers import TrainerCallback
 
 class Slow(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        import os, time
-        time.sleep(float(os.environ.get("SLOW", "0")))
+        slow(state.global_step)
 
 """
 
@@ -34,8 +40,8 @@ class Slow(TrainerCallback):
 def copied_recipe(folder: Path) -> WorkingTree:
     """Copy recipes/trl-sft to a repository, with slow steps where $SLOW is set."""
     shutil.copytree(PROJECT / "recipes/trl-sft", folder)
-    program = (folder / "train.py").read_text()
-    program = program.replace("\nif __name__", f"{SLOW}\nif __name__").replace("[scaletrain]", "[scaletrain, Slow()]")
+    program = (folder / "train.py").read_text().replace("[scaletrain]", "[scaletrain, Slow()]")
+    program = program.replace("\nif __name__", f"{CALLBACK}\nif __name__")
     (folder / "train.py").write_text(program)
     return WorkingTree(folder)
 
@@ -77,7 +83,7 @@ def hurt_run(
     undisturbed = submitted("undisturbed", "env.OMP_NUM_THREADS='1'")
     undisturbed.wait_for_end()
     assert undisturbed.events("finished"), undisturbed.log()
-    drill = submitted("hurt", "env={SLOW: '0.2', OMP_NUM_THREADS: '1'}", *sets)
+    drill = submitted("hurt", "env={SLOW: '13 23', OMP_NUM_THREADS: '1'}", *sets)
     drill.wait_for_step(13)
     drill.preempt()
     drill.wait_for(lambda: len(drill.beginnings()) == 2)
@@ -97,8 +103,7 @@ def hurt_run(
     return drill
 
 
-LIGHTNING = """
-import os, time
+LIGHTNING = f"""{SLOW}
 from scaletrain_cli.worker.lightning import ScaletrainLightning
 
 scaletrain = ScaletrainLightning.start()
@@ -119,7 +124,7 @@ class Rows:
             yield torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * self.next + self.rank))
 
     def state_dict(self):
-        return {"next": self.next}
+        return {{"next": self.next}}
 
     def load_state_dict(self, state):
         self.next = state["next"]
@@ -131,7 +136,7 @@ class Line(LightningModule):
         self.layer = torch.nn.Linear(8, 1)
 
     def training_step(self, batch, index):
-        time.sleep(float(os.environ.get("SLOW", "0")))
+        slow(self.global_step + 1)
         return self.layer(batch).square().mean()
 
     def configure_optimizers(self):
