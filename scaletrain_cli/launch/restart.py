@@ -172,9 +172,7 @@ def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | Non
     # They share budgets: a requeue keeps the job id, a submission does not.
     history = [attempt for attempt in read_attempts(run) if attempt.job_id == job_id]
     last = history[-1] if history else None
-    if last is None or last.exit_code is None or last.reason is None:
-        return None
-    if last.decision is not None and last.decision.requeue:
+    if last is None or last.exit_code is None or last.reason is None or (last.decision and last.decision.requeue):
         return None
     limits, known = record.spec.restarts, _progress_known(run, record)
     decision = decide(last.exit_code, last.reason, history, limits, cancelled=False, progress_known=known)
@@ -364,13 +362,10 @@ def forget_secrets(run: RunDir) -> None:
 def _remember_bad_nodes(
     run: RunDir, number: int, outcome: Outcome, down: frozenset[str] | None, decision: Decision
 ) -> None:
-    now, kept = time.time(), _EXCLUDED_SECONDS.get(outcome.reason)
-    if kept is None:
+    now, kept, is_cache = time.time(), _EXCLUDED_SECONDS.get(outcome.reason), cache_failure(outcome.why) is not None
+    if kept is None or (is_cache and not decision.requeue):
         return
-    if cache_failure(outcome.why) is not None:
-        if not decision.requeue:
-            return
-        kept = _FULL_CACHE_SECONDS
+    kept = _FULL_CACHE_SECONDS if is_cache else kept
     found = [
         BadNode(name, outcome.reason, str(outcome.why), run.run_id, number, now, now + kept)
         for name in outcome.against
