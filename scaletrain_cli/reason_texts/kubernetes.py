@@ -201,6 +201,7 @@ TEXTS: Texts = {
         "Ask the administrator to add it to integrations.frameworks of Kueue (k8s/kueue-values.yaml), or use another "
         "cluster.kubernetes.backend",
     ),
+    "queue-without-cluster-queue": "points to no ClusterQueue, so that it admits no job",
     "cluster-queue-missing": "points to ClusterQueue {queue}, which does not exist",
     "queue-of-other-clusters": (
         "leads to ClusterQueue {queue}, whose admission check {check} sends jobs to other clusters (MultiKueue). The "

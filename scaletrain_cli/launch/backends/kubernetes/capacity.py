@@ -70,7 +70,9 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
         there = cluster.find(kinds.LOCAL_QUEUE, kubernetes.used_namespace)
         yield missing(spec, "queue", kubernetes.queue, f"LocalQueue in namespace {kubernetes.used_namespace}", there)
         return
-    name = local["spec"]["clusterQueue"]
+    if (name := local.get("spec", {}).get("clusterQueue")) is None:  # which its schema permits
+        yield problem(spec, "queue", reason("queue-without-cluster-queue"), kubernetes.queue)
+        return
     try:
         whole = cluster.get(kinds.CLUSTER_QUEUE, "", name)
     except ForbiddenError:
@@ -301,8 +303,8 @@ def _placements(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Pla
     if not kubernetes.kueue or kubernetes.queue is None:
         return [(selector, tolerations)], False
     local = cluster.get(kinds.LOCAL_QUEUE, kubernetes.used_namespace, kubernetes.queue)
-    queue = cluster.get(kinds.CLUSTER_QUEUE, "", local["spec"]["clusterQueue"]) if local is not None else None
-    if queue is None:
+    name = local.get("spec", {}).get("clusterQueue") if local is not None else None
+    if name is None or (queue := cluster.get(kinds.CLUSTER_QUEUE, "", name)) is None:
         return [], False  # reported by the check of the queue
     flavors = {flavor["metadata"]["name"]: flavor for flavor in cluster.find(kinds.FLAVOR, "")}
     found: list[_Placement] = []

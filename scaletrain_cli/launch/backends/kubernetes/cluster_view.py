@@ -263,7 +263,8 @@ def fetch_objects(cluster: Cluster, namespace: str) -> ClusterObjects:
 def make_view(seen: ClusterObjects, settings: KubernetesSpec, now: float) -> ClusterView:
     """Return the view; ``now`` is Unix time."""
     nodes = seen.nodes or ()
-    queues = {queue["metadata"]["name"]: queue["spec"]["clusterQueue"] for queue in seen.local_queues}
+    backed = [queue for queue in seen.local_queues if "clusterQueue" in queue.get("spec", {})]  # which is optional
+    queues = {queue["metadata"]["name"]: queue["spec"]["clusterQueue"] for queue in backed}
     reachable = [queue for queue in seen.cluster_queues if queue["metadata"]["name"] in queues.values()]
     running, waiting = count_other_jobs(seen.runs, seen.pods or (), reachable, settings.gpu_resource)
     context = f"context {settings.context}" if settings.context else "current context"

@@ -112,7 +112,8 @@ def test_without_the_right_to_list_all_pods_no_free_gpus_are_shown() -> None:
 
 
 def test_quotas_are_those_of_the_namespaces_queues_and_include_what_may_be_borrowed() -> None:
-    local = (local_queue("team-a"), local_queue("team-a-fast"))
+    unbacked = {"metadata": {"name": "new"}, "spec": {}}
+    local = (local_queue("team-a"), local_queue("team-a-fast"), unbacked)
     other = cluster_queue() | {"metadata": {"name": "team-b"}}
     assert view(local_queues=local, cluster_queues=(cluster_queue(), other)).quotas == (
         QuotaRow("queue team-a, team-a-fast", "od", "GPUs", 16.0, 8.0),

@@ -110,6 +110,12 @@ def test_all_problems_are_reported_at_once(preflight: Notes, api: FakeApi) -> No
     assert "no JobSet of jobset.x-k8s.io/v1alpha2" in text
 
 
+def test_a_queue_without_a_cluster_queue_is_reported(preflight: Notes, api: FakeApi) -> None:
+    put_queue(api)
+    api.put("localqueues", {"kind": "LocalQueue", "metadata": {"name": "team-a"}}, KUEUE)
+    assert "queue = team-a: points to no ClusterQueue, so that it admits no job" in problems(preflight, *QUEUE)
+
+
 def test_a_queue_of_the_preparation_that_does_not_exist_is_reported(preflight: Notes, api: FakeApi) -> None:
     """The Job that prepares the data would wait in it, and no GPU would ever be requested."""
     api.put("localqueues", {"metadata": {"name": "cpus"}, "spec": {}}, KUEUE)
