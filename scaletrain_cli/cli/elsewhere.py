@@ -68,6 +68,18 @@ def run_on_login_node(words: Sequence[str]) -> int | None:
     return None
 
 
+def name_clusters(verb: str) -> None:
+    """Print how to call a verb without a run for the clusters to which this machine has sent runs."""
+    from scaletrain_cli.spec.clusters_file import clusters_file
+
+    if clusters_file().exists() and not sent().here:
+        from scaletrain_cli.launch.login_node.sent_runs import sent_runs
+        from scaletrain_cli.ui.console import say
+
+        for name in sorted({run.cluster for run in sent_runs()}):
+            say(f"for the runs that were sent to {name}: scaletrain {verb} --cluster {name}")
+
+
 _FIRST_WORDS = frozenset(("status", "watch", "diagnose", "report", "logs", "events", "checkpoint"))
 _VERBS = (
     *(("status",), ("watch",), ("diagnose",), ("report",), ("logs",), ("events",)),

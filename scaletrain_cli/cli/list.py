@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, OnLoginNode, completer, name_clusters, seconds_of
+from scaletrain_cli.cli.elsewhere import name_clusters
+from scaletrain_cli.cli.options import AsJson, OnLoginNode, completer, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.paths import RunDir, find_sweep, list_runs, runs_root, submitted_at
 from scaletrain_cli.text import counted, did_you_mean

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, OnLoginNode, describe, name_clusters, verb_group
+from scaletrain_cli.cli.elsewhere import name_clusters
+from scaletrain_cli.cli.options import AsJson, OnLoginNode, describe, verb_group
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.ui.console import say

@@ -21,7 +21,6 @@ import typer
 from scaletrain_cli.errors import DeclinedError, ExitCode, SpecError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import can_be_replaced
-from scaletrain_cli.sent_run import sent
 from scaletrain_cli.text import bytes_text
 
 if TYPE_CHECKING:
@@ -159,18 +158,6 @@ def pause(seconds: float) -> None:
     longest = 2**31 - 1  # milliseconds, in poll(2)
     if any(state & (select.POLLERR | select.POLLHUP) for _, state in readers.poll(min(1e3 * seconds, longest))):
         raise BrokenPipeError
-
-
-def name_clusters(verb: str) -> None:
-    """Print how to call a verb without a run for the clusters to which this machine has sent runs."""
-    from scaletrain_cli.spec.clusters_file import clusters_file
-
-    if clusters_file().exists() and not sent().here:
-        from scaletrain_cli.launch.login_node.sent_runs import sent_runs
-        from scaletrain_cli.ui.console import say
-
-        for name in sorted({run.cluster for run in sent_runs()}):
-            say(f"for the runs that were sent to {name}: scaletrain {verb} --cluster {name}")
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -111,7 +111,7 @@ def test_a_full_volume_ends_the_run_and_a_broken_one_is_tried_on_another_node(tm
 
 
 def test_only_gangs_that_began_no_attempt_count_against_a_broken_volume(make_run: MakeRun) -> None:
-    """Of a run on spot nodes dozens may have been restarted before, and the volume served them all."""
+    """A run on spot nodes may have had dozens of gangs before, all served by the volume."""
     made, stale = make_run(*TWO_NODES), OSError(errno.ESTALE, "Stale file handle")
     volume = place(made, made.run.path.parent)
     assert isinstance(volume_error(options(volume, gang=9), stale), DoNotRequeueError)
