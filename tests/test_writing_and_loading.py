@@ -1,8 +1,10 @@
-"""Two rules for all source files: files are written through safe_files, and no format that can run code is loaded."""
+"""Rules for all source files: they write through safe_files, load no format that can run code, and have few helpers."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tests.source_trees import dotted, nodes_of
 PROJECT = Path(__file__).parent.parent
 PACKAGE = PROJECT / "scaletrain_cli"
 HOME = "scaletrain_cli/safe_files.py"  # opens for all others
+MOST_SMALL_HELPERS = 44  # may only shrink: who reads one idea should not have to look in many places
 
 # File and call: why it may write by itself.
 MAY_WRITE = {
@@ -184,6 +187,41 @@ def test_no_format_that_can_run_code_is_loaded() -> None:
     found, used = offences(loads, MAY_LOAD)
     assert not found, "use JSON or safetensors:\n" + "\n".join(found)
     assert used == set(MAY_LOAD), "exceptions that nothing needs any more"
+
+
+def test_few_private_functions_of_three_lines_are_called_once() -> None:
+    found = [f"{path.relative_to(PROJECT)}: {name}" for path in sources() for name in small_helpers(nodes_of(path))]
+    assert len(found) <= MOST_SMALL_HELPERS, "write them where they are called:\n" + "\n".join(found)
+
+
+def small_helpers(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the private functions of a file with a body of at most three lines and one use, which is a call."""
+    small, uses, calls = [], Counter[str](), Counter[str]()
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[ast.get_docstring(node, clean=False) is not None :]
+            lines = (body[-1].end_lineno or 0) - body[0].lineno if body else 0
+            if re.match("_[a-z]", node.name) and lines < 3 and not node.decorator_list:
+                small.append(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            uses[node.id if isinstance(node, ast.Name) else node.attr] += 1
+        elif isinstance(node, ast.Call):
+            calls[dotted(node.func).rpartition(".")[2]] += 1
+    return (name for name in small if uses[name] == calls[name] == 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def _a(): return 1\n_a()", ["_a"]),
+        ("def _a(): return 1\n_a(), _a()", []),
+        ("def _a(): return 1\nuse(_a)", []),
+        ("def _a():\n  f()\n  f()\n  f()\n  f()\n_a()", []),
+        ("class A:\n  def _a(self):\n    'text'\n    return 1\n  def b(self): self._a()", ["_a"]),
+    ],
+)
+def test_small_helpers_are_detected(source: str, found: list[str]) -> None:
+    assert list(small_helpers(ast.walk(ast.parse(source)))) == found
 
 
 @pytest.mark.parametrize(
