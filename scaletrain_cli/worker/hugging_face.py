@@ -27,8 +27,8 @@ class ScaletrainCallback:
 
     Trainer writes its checkpoints into a folder of the attempt instead of ``args.output_dir``; each becomes a verified
     checkpoint of the run, which ``checkpoint.keep`` of the run spec keeps or deletes. One is saved when Trainer saves,
-    every ``checkpoint.every`` steps of the run spec, at the last step, on a request (the file ``save`` in the run
-    directory) and on a preemption.
+    every ``checkpoint.every`` steps of the run spec, where training ends, also if another callback stops it, on a
+    request (the file ``save`` in the run directory) and on a preemption.
 
     Not a subclass of TrainerCallback, of which Trainer uses only the methods: transformers would have to be imported
     before the signal handlers are set.
@@ -74,6 +74,8 @@ class ScaletrainCallback:
         """Resume from the latest valid checkpoint, train, and return the exit code. ``arguments``: of trainer.train."""
         self._returns = True
         folder = self.resume_folder()
+        trainer.pop_callback(self)
+        trainer.add_callback(self)  # as the last one, so that it knows when another one stops training
         try:
             trainer.train(resume_from_checkpoint=folder, **arguments)
         except BaseException:
@@ -124,17 +126,24 @@ class ScaletrainCallback:
         self._run.beat("evaluation")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Send a beat."""
+        """Send a beat, and save if the evaluation ends training, as early stopping does."""
+        self._save_if_it_ends(state, control)
         self._run.beat("save")
+
+    def _save_if_it_ends(self, state: Any, control: Any) -> None:
+        if control.should_training_stop and self._run.saved_step != state.global_step:
+            control.should_save = control.should_log = True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Send a beat: the workers of the data loader start anew."""
         self._run.beat("epoch")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Prevent the evaluation and the second save that Trainer does at the end of an epoch, once preempted."""
+        """Save if training ends; once preempted, prevent what Trainer does at the end of an epoch."""
         if self._run.preempted:
             control.should_evaluate = control.should_save = control.should_log = False
+        else:
+            self._save_if_it_ends(state, control)
         self._run.beat("epoch")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -35,7 +35,6 @@ class ScaletrainLightning:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self._loop = LoopAdapter(rank)
-        self._saved: int | None = None  # the step of the last checkpoint
 
     @classmethod
     def start(cls, run_dir: str | Path | None = None) -> "ScaletrainLightning":
@@ -116,7 +115,6 @@ class ScaletrainLightning:
             def on_train_start(self, trainer: Any, pl_module: Any) -> None:
                 rank.preemption.set_handlers()  # Lightning's handler raises SystemExit, and broadcasts
                 loop.begin(trainer.global_step)
-                adapter._saved = trainer.global_step or None
                 loop.beat("first step")
 
             def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -141,7 +139,7 @@ class ScaletrainLightning:
                     loop.beat("evaluated")
 
             def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-                if not loop.preempted and adapter._saved != trainer.global_step:
+                if not loop.preempted and loop.saved_step != trainer.global_step:
                     adapter._save(trainer)
                 loop.end()
 
@@ -182,5 +180,4 @@ class ScaletrainLightning:
         wait_for_all()
         trainer.save_checkpoint(written / _FILE)
         self._loop.commit(step, written)
-        self._saved = step
         self._loop.beat("saved")

@@ -44,11 +44,12 @@ class StepDecision(enum.IntEnum):
 class LoopAdapter:
     """One rank's part in a run whose loop belongs to a library. Methods marked "collective" are called by all ranks.
 
-    ``preempted``: all ranks have agreed to save and exit. ``step``: optimizer steps that are done.
+    ``preempted``: all ranks have agreed to save and exit. ``step``: optimizer steps that are done; ``saved_step``: that
+    of the checkpoint which this attempt has resumed from or saved last.
     """
 
     def __init__(self, rank: Rank) -> None:
-        self.rank, self.step, self.preempted = rank, 0, False
+        self.rank, self.step, self.saved_step, self.preempted = rank, 0, 0, False
         self._trackers: Any = None
         self._checked = self._logged_at = time.monotonic()
         self._tokens: float | None = None
@@ -81,7 +82,7 @@ class LoopAdapter:
                 rank.checkpoints.open()
             wait_for_all()
             self._opened = True
-        self.step = step
+        self.step = self.saved_step = step
         hang = rank.resolved.spec["guard"]["hang"]
         rank.heartbeat.hang_seconds = None if hang == "auto" else float(hang)
         seconds = own_exit_seconds(float(rank.resolved.spec["cluster"]["grace_seconds"]))
@@ -171,6 +172,7 @@ class LoopAdapter:
         if place.rank == 0:
             checkpoints.commit(step, {name: FileDigest(**digest) for part in parts for name, digest in part.items()})
         self.rank.record_event("checkpoint", step=step)
+        self.saved_step = step
         wait_for_all()
 
     def log(self, step: int, total_steps: int, values: Mapping[str, Any]) -> None:

@@ -42,6 +42,18 @@ class Line(nn.Module):
         return {"loss": loss * float("nan") if self.training and self.calls == self.nan_at else loss}
 
 
+class Stops:
+    """Ends training after the first evaluation, as early stopping may."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            return lambda *_, **__: None
+        raise AttributeError(name)
+
+
 class At:
     """Calls a function after a step. Has the methods of a callback that Trainer calls for it."""
 
@@ -76,7 +88,7 @@ def trainer_of(callback: Any, folder: Path, *others: Any, **settings: Any) -> An
     arguments = TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=5, disable_tqdm=True, **{**keys, **settings}
     )
-    callbacks = [*others, callback]
+    callbacks = [callback, *others]
     return Trainer(Line(), arguments, train_dataset=data, eval_dataset=data[:10], callbacks=callbacks)
 
 
@@ -185,6 +197,21 @@ def test_a_requested_checkpoint_is_saved_once(tmp_path: Path, monkeypatch: pytes
     assert callback.train(trainer_of(callback, tmp_path, At(3, run.save_file.touch))) is ExitCode.DONE
     assert [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)] == [3, 12]
     assert not run.save_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "last"), [({"eval_strategy": "steps", "eval_steps": 7}, 7), ({"eval_strategy": "epoch"}, 10)]
+)
+def test_a_training_that_another_callback_stops_is_saved_where_it_ends(
+    tmp_path: Path, evaluates: dict[str, Any], last: int
+) -> None:
+    run = made_run("stopped", "checkpoint.every=4")
+    callback = callback_of(run)
+    trainer = trainer_of(callback, tmp_path, Stops(), **evaluates)
+    assert callback.train(trainer) is ExitCode.DONE
+    assert trainer.state.global_step == last
+    assert list_checkpoints(run.checkpoints)[-1].step == last
+    assert [name for name in names(run) if name == "checkpoint"] == ["checkpoint"] * (1 + last // 4)
 
 
 @pytest.mark.parametrize(
