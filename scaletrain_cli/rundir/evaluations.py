@@ -73,6 +73,11 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
     return undamaged_in(Evaluation, run.path / "evaluations", _FILE)
 
 
+def ended_evaluations(run: RunDir) -> list[Evaluation]:
+    """Return those of which no further metrics will come, by step."""
+    return [one for one in read_evaluations(run) if one.state in ("done", "failed")]
+
+
 def forget_newer(run: RunDir, step: int) -> None:
     """Remove the evaluations and validations of later steps than ``step``, which were rolled back."""
     for evaluation in read_evaluations(run):

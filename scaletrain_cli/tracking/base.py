@@ -87,8 +87,9 @@ class Tracker(ABC, Generic[Options]):
     Any of them may raise and may take long: training never waits for them. After an exception the object is discarded,
     and a new one is started later in the same attempt.
 
-    Steps arrive in increasing order. A step that is trained again, after a preemption or a rollback, is passed on only
-    to a tracker that can take back what it has (``rewinds``); for the others the values that came first remain.
+    Steps arrive in increasing order, except those of evaluation jobs. A step that is trained again, after a preemption
+    or a rollback, is passed on only to a tracker that can take back what it has (``rewinds``); for the others the
+    values that came first remain.
     """
 
     options_model: ClassVar[type[TrackerOptions]]

@@ -126,8 +126,9 @@ class GuardedTracker:
                 doing = "start"
                 tracker = self._started(position)
                 doing = "log"
-                for line in missed:
-                    self._send(tracker, line, position)
+                for line in missed:  # without what the tracker holds: nothing was trained again yet
+                    new = {key: each for key, each in line.items() if line["step"] > position.steps.get(key, -1)}
+                    self._send(tracker, new, position)
                 first = False
                 for path in self._files.artifacts:
                     if path.name not in position.artifacts and path.is_file():
@@ -185,21 +186,23 @@ class GuardedTracker:
             pending.clear()
 
     def _send(self, tracker: Tracker[Any], line: Mapping[str, Any], position: _Position) -> None:
-        """Log the values of a line that the tracker does not hold yet."""
+        """Log the values of a line; of a step that was trained again, those that the tracker does not hold."""
         step, seconds = int(line["step"]), float(line.get("time", 0.0))
         values = {
             name: value
             for name, value in line.items()
             if name not in ("step", "time") and isinstance(value, int | float) and not isinstance(value, bool)
         }
-        # The line of an evaluation repeats the attempt of its step.
-        again = any(step <= position.steps.get(name, 0) for name in values if name != "attempt")
-        if tracker.rewinds and again:
-            tracker.rewind(step - 1)
-            position.cap(step - 1)
-        if new := {name: value for name, value in values.items() if step > position.steps.get(name, 0)}:
-            tracker.log(step, new, seconds)
-            position.steps |= dict.fromkeys(new, step)
+        if "attempt" in line:  # not so that of an evaluation, which may end after that of a later step
+            # The line of a validation repeats the attempt of its step.
+            again = any(step <= position.steps.get(name, 0) for name in values if name != "attempt")
+            if tracker.rewinds and again:
+                tracker.rewind(step - 1)
+                position.cap(step - 1)
+            values = {name: value for name, value in values.items() if step > position.steps.get(name, 0)}
+        if values:
+            tracker.log(step, values, seconds)
+            position.steps |= {name: max(step, position.steps.get(name, 0)) for name in values}
 
     def _send_events(self, tracker: Tracker[Any], position: _Position) -> None:
         """Log the events recorded since the last call; an incomplete line is left for the next call."""

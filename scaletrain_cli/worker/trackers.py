@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.evaluations import ended_evaluations
 from scaletrain_cli.rundir.goodput import (
     cost_so_far,
     cost_to_come,
@@ -64,6 +65,16 @@ def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
             if name != "jsonl"  # metrics.jsonl is always written, and not by a tracker
         ]
     )
+
+
+def log_evaluations(run: RunDir, trackers: Trackers, first_step: int) -> None:
+    """Log the metrics of the evaluations of ``first_step`` and later steps that have ended.
+
+    Not of one step alone: TensorBoard drops what it has of a metric from that step on.
+    """
+    for one in ended_evaluations(run):
+        if one.step >= first_step:
+            trackers.log({"step": one.step, **one.metrics, "time": one.time})
 
 
 def _new_tracker(name: str, options: Any) -> Tracker[Any]:

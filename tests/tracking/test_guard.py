@@ -44,6 +44,7 @@ class Rewinder(Recorder):
     rewinds = True
 
     def rewind(self, step: int) -> None:
+        self.calls.append(("rewind", step))
         self.rows[:] = [row for row in self.rows if row[0] <= step]
 
 
@@ -134,6 +135,37 @@ def test_what_a_killed_process_did_not_send_comes_from_metrics_jsonl(tmp_path: P
     one.train(6, 7)
     one.trackers.finish("finished")
     assert steps() == list(range(1, 8))
+
+
+@pytest.mark.parametrize("make", [recorder, rewinder])
+def test_an_evaluation_that_ends_after_that_of_a_later_step_undoes_nothing(
+    make: Callable[[], Tracker[Any]], tmp_path: Path
+) -> None:
+    one = Attempt(tmp_path, make, [])
+    one.train(1, 8)
+    for step in (6, 4, 6):
+        one.trackers.log({"step": step, "arc/acc": step / 10, "time": 200.0})
+    one.train(9, 10)
+    one.trackers.finish("finished")
+    assert steps() == list(range(1, 11))
+    assert [row for row in Recorder.rows if "arc/acc" in row[1]] == [
+        (each, {"arc/acc": each / 10}) for each in (6, 4, 6)
+    ]
+
+
+def test_the_next_attempt_takes_back_only_what_it_trains_again(tmp_path: Path) -> None:
+    """TensorBoard would lose the events of all steps that are taken back."""
+    lines: list[dict[str, Any]] = []
+    one = Attempt(tmp_path, rewinder, lines)
+    one.train(1, 8)
+    one.trackers.finish("preempted")
+    lines.append({"step": 8, "validation_loss": 2.0, "attempt": 1, "time": 108.0})  # of which the kill kept it
+    Recorder.calls.clear()
+    again = Attempt(tmp_path, rewinder, lines, number=2)
+    again.train(7, 9)
+    again.trackers.finish("finished")
+    assert [call[1] for call in Recorder.calls if call[0] == "rewind"] == [8, 6]
+    assert steps() == list(range(1, 10))
 
 
 class Answering(Recorder):

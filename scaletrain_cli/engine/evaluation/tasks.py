@@ -41,7 +41,7 @@ from scaletrain_cli.spec.evaluation import GenerationTask, LmEvalTask, LossTask
 from scaletrain_cli.spec.hub_files import with_local_files
 from scaletrain_cli.spec.sources import SourceSpec
 from scaletrain_cli.worker import Rank
-from scaletrain_cli.worker.trackers import start_trackers
+from scaletrain_cli.worker.trackers import log_evaluations, start_trackers
 
 _VERSIONS: tuple[str, ...] = ("lm_eval_version", "git_hash", "versions", "n-shot")
 _POLL_SECONDS = 0.5
@@ -172,7 +172,9 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     shutil.rmtree(copied, ignore_errors=True)
     ends = [event["event"] for event in read_events(run) if event["event"] in ("started", "resumed", "finished")]
     if ends[-1:] == ["finished"]:  # otherwise rank 0 of the run passes the metrics on to its trackers
-        start_trackers(run, record, rank.environment.attempt).finish("finished")
+        trackers = start_trackers(run, record, rank.environment.attempt)
+        log_evaluations(run, trackers, step)
+        trackers.finish("finished")
     return ExitCode.DONE if not evaluation.errors else ExitCode.DO_NOT_REQUEUE
 
 

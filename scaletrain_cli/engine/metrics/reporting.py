@@ -11,7 +11,7 @@ from scaletrain_cli.engine.metrics.memory_measurement import peak_memory_bytes
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.plan.vision.llava import language_share
 from scaletrain_cli.rundir.documents import json_value
-from scaletrain_cli.rundir.evaluations import measures_in, read_evaluations, write_validation
+from scaletrain_cli.rundir.evaluations import ended_evaluations, measures_in, write_validation
 from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -20,7 +20,7 @@ from scaletrain_cli.text import measures_text
 from scaletrain_cli.tracking.guard import Trackers
 from scaletrain_cli.tracking.jsonl import JsonlWriter
 from scaletrain_cli.worker.progress import progress_line, rate_name
-from scaletrain_cli.worker.trackers import start_trackers
+from scaletrain_cli.worker.trackers import log_evaluations, start_trackers
 
 _SECONDS_BETWEEN_EVALUATIONS = 30.0
 logger = logging.getLogger(__name__)
@@ -45,8 +45,10 @@ class MetricsLog:
         self._run, self._record, self._attempt, self._device = run, record, attempt, device
         self._active = rank == 0
         self._writer = JsonlWriter(run.metrics, append_lines)
+        # First the evaluations: one that ends meanwhile may be passed on twice, and is never left out.
+        self._evaluated = {one.run_id for one in ended_evaluations(run)} if self._active else set()
+        self._looked = time.monotonic()
         self._trackers = start_trackers(run, record, attempt) if self._active else Trackers()
-        self._evaluated, self._looked = self._evaluated_steps() if self._active else set(), time.monotonic()
         self._latest: dict[str, float] = {}
         self.finished = False  # set by the loop after the last step
         # MFU is model FLOPs per second over peak FLOPs per second; the plan has it for its own speed.
@@ -138,17 +140,13 @@ class MetricsLog:
         parts += [measures_text(others)] if measures_text(others) else []
         logger.info("step %d/%d  %s", step, self._record.spec.total_steps, "  ".join(parts))
 
-    def _evaluated_steps(self) -> set[int]:
-        return {one.step for one in read_evaluations(self._run) if one.state in ("done", "failed")}
-
     def _pass_on_evaluations(self) -> None:
         """Pass metrics that evaluation jobs have appended to metrics.jsonl on to the trackers."""
         self._looked = time.monotonic()
-        new = self._evaluated_steps() - self._evaluated if self._record.spec.evaluation.tasks else set()
-        for evaluation in read_evaluations(self._run) if new else ():
-            if evaluation.step in new:
-                self._trackers.log({"step": evaluation.step, **evaluation.metrics, "time": evaluation.time})
-        self._evaluated |= new
+        found = ended_evaluations(self._run) if self._record.spec.evaluation.tasks else []
+        if new := [one.step for one in found if one.run_id not in self._evaluated]:
+            log_evaluations(self._run, self._trackers, min(new))
+        self._evaluated = {one.run_id for one in found}
 
     def _append(self, line: dict[str, Any]) -> None:
         line = json_value(line)  # JSON has no NaN, such as the loss of a validation that overflows in fp16

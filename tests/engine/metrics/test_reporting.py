@@ -1,16 +1,20 @@
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from scaletrain_cli.engine.metrics import reporting
 from scaletrain_cli.engine.metrics.reporting import MetricsLog, report_event
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.rundir.evaluations import read_validations
+from scaletrain_cli.rundir.evaluations import Evaluation, read_validations, write_evaluation
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.tracking.guard import Trackers
 from scaletrain_cli.worker.progress import read_progress
 from tests.launch.conftest import make_plan, make_spec
 
@@ -49,6 +53,35 @@ def test_a_validation_loss_that_is_not_finite_is_null_in_the_file_and_ends_no_ru
         metrics.log_validation(2, 64, None, validation_loss=math.inf)
     first, second = read_metrics(made.run)
     assert (first["validation_loss"], first["validation_loss/code"], second["validation_loss"]) == (2.5, None, None)
+
+
+def test_evaluations_that_end_during_an_attempt_go_to_the_trackers_each_with_those_of_later_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = make_spec("tracking.tensorboard=null", "evaluation.tasks=[{kind: loss, name: a, source: python-stdlib}]")
+    made = create_run(spec, make_plan(spec), "r")
+    logged: list[tuple[int, float]] = []
+
+    def ends(step: int, run_id: str, value: float) -> None:
+        write_evaluation(made.run, Evaluation(step, run_id, "done", 0.0, {"a/loss": value}))
+
+    class Recording(Trackers):
+        def log(self, line: Mapping[str, Any]) -> None:
+            logged.append((line["step"], line["a/loss"]))
+
+    def start_slowly(*_: Any) -> Trackers:
+        ends(40, "at-the-start", 4.0)  # after the tracker has read metrics.jsonl
+        return Recording()
+
+    monkeypatch.setattr(reporting, "start_trackers", start_slowly)
+    ends(20, "before", 2.0)
+    with MetricsLog(made.run, made.record, 0, 1, torch.device("cpu")) as metrics:
+        metrics._pass_on_evaluations()
+        ends(30, "late", 3.0)
+        metrics._pass_on_evaluations()
+        ends(40, "at-the-start-1", 4.5)  # of a step that was trained again
+        metrics._pass_on_evaluations()
+    assert logged == [(40, 4.0), (30, 3.0), (40, 4.0), (40, 4.5)]
 
 
 def test_an_event_with_a_value_that_is_not_finite_is_recorded(tmp_path: Path) -> None:
