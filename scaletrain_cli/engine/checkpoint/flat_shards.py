@@ -145,6 +145,7 @@ def _frozen_shards(engine: Any, model: nn.Module, mesh: Mesh, base: Container[st
 
 
 def _buffer_shards(model: nn.Module, mesh: Mesh) -> Iterator[FrozenShard]:
+    mesh = replace(mesh, synchronous=mesh.replicas)  # groups of local SGD have them alike
     for buffer, matrix in stored_buffers(model):
         found = list(_slices_of([matrix], _Segment(buffer, 0, buffer.numel(), 0)))
         yield FrozenShard(buffer, tuple(found), tuple(_owned(found, buffer, mesh, sharded=False)))
