@@ -331,13 +331,13 @@ class Trainer:
     def resume(self) -> LoopState:
         """Restore the checkpoint of the resume point, if any, and return where the loop starts."""
         begin, name, before = self.resume_point, "started", None
+        source = {"saved_step": begin.saved_step} if begin.in_memory else {}
         self.context.heartbeat.beat(begin.step, "restore")
         if begin.checkpoint is not None:
             name = "resumed"
-            restored = self.checkpointer.restore(begin.checkpoint)
+            restored = self.checkpointer.restore(begin.checkpoint, **source)
             self.guard.guard.load_state_dict(restored["guard"])
             before = restored.get("batch_norm_images")  # absent without batch normalization
-        source = {"saved_step": begin.saved_step} if begin.in_memory else {}
         kernel = {}
         if self.composed.model.language is not None:
             kernel["attention"] = attention_kernel_of(self.context.spec, self.context.layout, self.context.device)

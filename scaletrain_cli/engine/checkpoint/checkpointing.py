@@ -394,16 +394,16 @@ class Checkpointer:
             if checkpoint.step > step:
                 checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
 
-    def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def restore(self, checkpoint: Checkpoint, saved_step: int | None = None) -> dict[str, Any]:
         """Load the whole state, saved by any layout, and return the client state that was saved with it.
 
-        Works in a new engine and in one that has trained. Raises UsageError for state that only the layout that saved
-        it can read.
+        Works in a new engine and in one that has trained. ``saved_step``: of a copy in the host memory of this node,
+        which is still to be saved: the step of the latest checkpoint, 0 without one. Raises UsageError for state that
+        only the layout that saved it can read.
         """
         self.finish()
         owned = list(self.states.owned.values())
-        is_copy = checkpoint.path.parent != self.folder  # in the host memory of this node, and still to be saved
-        open_file = open_here if self._remote is None or is_copy else self._remote.open
+        open_file = open_here if self._remote is None or saved_step is not None else self._remote.open
         reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files, open_file)
         with open_file(checkpoint.path / STATE_FILE) as file:
             state = json.load(file)
@@ -426,8 +426,7 @@ class Checkpointer:
             self.compared_step = state["parts"].get("outputs", {}).get("compared_step", checkpoint.step)
         if (saved := reader.random_state()) is not None:
             restore_random_state(saved, self.states.device)
-        if not is_copy:
-            self.committed_step = checkpoint.step
-            self._unmarked = set() if checkpoint.clean else {checkpoint.step}
+        self.committed_step = checkpoint.step if saved_step is None else saved_step
+        self._unmarked = {self.committed_step}  # one that is marked is passed over
         client: dict[str, Any] = state["client"]
         return client

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from scaletrain_cli.engine import assembly
 from scaletrain_cli.engine.checkpoint import memory_copies
 from scaletrain_cli.engine.checkpoint.memory_copies import MemoryCopies, open_memory_copies
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
-from scaletrain_cli.rundir.checkpoints import verify
+from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
 from scaletrain_cli.worker.memory_copies import read_copies
 from tests.engine.alone import context_of
+from tests.engine.parity.layouts import assembled, begun_run
+from tests.engine.parity.rows import Row
 from tests.engine.ranks import on_ranks
 
 SLICE = Slice("w", (4,), None, 0, 4)
@@ -152,3 +158,32 @@ def test_a_copy_states_of_which_other_ranks_a_resume_needs_the_files(tmp_path: P
     """Replicas save a share each. Once the layout has changed it is found out again."""
     (tmp_path / "attempts").mkdir()
     assert on_ranks(2, save_on_its_own_node, tmp_path) == [[(1,), ()], [(0,), ()]]
+
+
+def train_and_copy(path: Path, attempt: int) -> tuple[int, int | None]:
+    """Save after step 1, and copy after step 2; or resume and mark step 1 as clean. Return both steps."""
+    assembly.copies_folder = memory_copies.copies_folder = lambda run: path / "memory"
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = assembled(path, attempt)
+        step, checkpointer = trainer.resume().step, trainer.checkpointer
+        if attempt == 1:
+            assert trainer.prepare_batches(0)
+            for number in (1, 2):
+                trainer.optimizer_step(number)
+                if number == 1:
+                    trainer.save(1, wait=True)
+            checkpointer.copy_to_memory(2, trainer._client_state(2), 1.0, lambda: None)
+            assert checkpointer.copies is not None
+            checkpointer.copies.close()
+        checkpointer.mark_clean_up_to(1 if attempt == 2 else 0)
+        checkpointer.clean_up()
+    return step, checkpointer.committed_step
+
+
+def test_a_resume_from_a_copy_marks_the_checkpoint_before_it_once_training_was_healthy(dataset: Path) -> None:
+    run = begun_run(Row(overrides=("checkpoint.in_memory=1",)).spec(dataset, steps=10))
+    assert on_ranks(1, train_and_copy, run.path, 1, connected=False) == [(0, 1)]
+    assert [(each.step, each.clean) for each in list_checkpoints(run.checkpoints)] == [(1, False)]
+    open_attempt(run.checkpoints, 2)
+    assert on_ranks(1, train_and_copy, run.path, 2, connected=False) == [(2, 1)]
+    assert [(each.step, each.clean) for each in list_checkpoints(run.checkpoints)] == [(1, True)]
