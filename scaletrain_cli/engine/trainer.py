@@ -246,7 +246,7 @@ class Trainer:
         """Save if there is time, and report how the attempt ended."""
         self.metrics.flush()
         self.metrics.finished = state.is_complete
-        unsaved = self._save_before_exit(state.step)
+        unsaved = self._save_before_exit(state)
         if self.checkpointer.copies is not None:  # after the save: it waits for the last transfer to another node
             self.checkpointer.copies.close()
         self.context.report("finished" if state.is_complete else "preempted", step=state.step, **unsaved)
@@ -419,13 +419,16 @@ class Trainer:
             state["batch_norm_images"] = images
         return state
 
-    def _save_before_exit(self, step: int) -> dict[str, Any]:
-        """Save and wait, unless the grace period is too short; return the details of a save that was left out."""
-        self.context.heartbeat.beat(step, "save")
+    def _save_before_exit(self, state: LoopState) -> dict[str, Any]:
+        """Save and wait, unless the grace period is too short; return the details of a save that was left out.
+
+        A finished run has not ended before its state is saved: if the grace period does, the next attempt finishes it.
+        """
+        self.context.heartbeat.beat(state.step, "save")
         grace = self.context.spec.cluster.grace_seconds
-        left, needed = self.step_sync.seconds_to_save(step, grace)
-        if left >= needed or self.checkpointer.committed_step == step:
-            self.save(step, wait=True)
+        left, needed = self.step_sync.seconds_to_save(state.step, grace)
+        if left >= needed or state.is_complete or self.checkpointer.committed_step == state.step:
+            self.save(state.step, wait=True)
             return {}
         self.checkpointer.finish()
         return {
