@@ -198,6 +198,10 @@ def _about_local_sgd(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     if training.objective != "causal_lm" or not workload_of(spec.model).counts_tokens:
         yield Rule("training.objective", training.objective, "local-sgd-objective", params)
         return
+    every, inner, patience = spec.evaluation.every, training.local_sgd.inner_steps, training.early_stopping.patience
+    if patience and every % inner:
+        of_steps = {"every": every, "inner_steps": inner}
+        yield Rule("training.early_stopping.patience", patience, "local-sgd-early-stopping", of_steps)
     if training.precision == "fp16":
         yield Rule("training.precision", "fp16", "local-sgd-fp16", params)
     if training.averaging.name != "none":

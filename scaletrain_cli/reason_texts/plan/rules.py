@@ -222,6 +222,10 @@ TEXTS: Texts = {
         "Use 1, or training.local_sgd.groups: 1.",
     ),
     "local-sgd-objective": ("local SGD trains text models with causal_lm only", "Use one group."),
+    "local-sgd-early-stopping": (
+        "the outer weights would lack the steps since the last of each {inner_steps}, as evaluation.every is {every}",
+        "Use an evaluation.every that is a multiple of training.local_sgd.inner_steps, or 0.",
+    ),
     "local-sgd-fp16": ("each of {groups:of group} would have a loss scale of its own", "Use bf16."),
     "local-sgd-averaging": ("the outer weights of local SGD are an average already", "Use none."),
     "local-sgd-8-bit": ("its blocks of 8-bit states cannot be stored once per group", "Use adamw."),

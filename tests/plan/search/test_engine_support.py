@@ -74,6 +74,10 @@ SECOND = {"layout__zero_secondary_shard_size": 4}
         ({**GROUPS, "training__averaging": {"name": "ema"}}, "training.averaging.name = ema: the outer weights"),
         ({**GROUPS, "training__optimizer": {"name": "adamw_8bit"}}, "adamw_8bit: its blocks of 8-bit states"),
         ({**GROUPS, "training__trainable": [{"match": "*.mlp.*"}]}, "local_sgd.groups = 2: needs all weights to train"),
+        (
+            {**GROUPS, "training__early_stopping": {"patience": 2}, "evaluation__every": 250},
+            "early_stopping.patience = 2: the outer weights would lack the steps since the last of each 100",
+        ),
         ({**GROUPS, "training__gradient_clipping_by": "adaptive"}, "adaptive: each of 2 groups would have a history"),
         ({**GROUPS, "data__loss_mask": "document_starts"}, "data.loss_mask = document_starts: groups would have"),
         ({**GROUPS, "data__packing": "documents"}, "data.packing = documents: groups would have different numbers"),
