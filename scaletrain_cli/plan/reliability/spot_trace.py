@@ -161,13 +161,13 @@ class TraceOutcome:
 def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
     """Simulate the run from 16 starting points spread evenly over the trace, which repeats if the run is longer.
 
-    The run needs all its nodes at once. Once it has them it loads for ``restart_seconds``, then trains and saves as
-    planned. When it loses a node, it loses the work since the last checkpoint; if the notice is long enough for a last
-    checkpoint, it loses only the notice. Deterministic. Raises UsageError if the run would never finish on this trace.
+    The job needs all its nodes at once, spare ones too, which replace failed nodes only. Once it has them it loads for
+    ``restart_seconds``, then trains and saves as planned. When it loses a node, it loses the work since the last
+    checkpoint; if the notice is long enough for a last checkpoint, it loses only the notice. Deterministic. Raises
+    UsageError if the run would never finish on this trace.
     """
-    most = max(nodes for _, nodes in trace.intervals)
-    needed = min(spec.cluster.nodes, most)
-    intervals = _availability(trace, needed)
+    most, needed = max(nodes for _, nodes in trace.intervals), spec.cluster.allocated_nodes
+    intervals = _availability(trace, min(needed, most))
     ended = []
     for start in range(_STARTS):
         run = _Simulation(spec, plan)
@@ -176,7 +176,7 @@ def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
     if not ended:
         longest = max((seconds for seconds, up in intervals if up), default=0.0)
         durability = plan.durability
-        params = {"longest": longest, "nodes": spec.cluster.nodes, "restart": durability.restart_seconds}
+        params = {"longest": longest, "nodes": needed, "restart": durability.restart_seconds}
         reason = Reason("plan.trace-intervals-too-short", {**params, "interval": durability.interval_seconds})
         problem = Problem.because("--trace", "", reason)
         raise UsageError(Reason("plan.never-finishes-on-trace", {"trace": trace.name}), (problem,))
@@ -184,7 +184,6 @@ def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
     gpu_hours = spec.allocated_devices / 3600
     on_demand = plan.cost.on_demand
     wall = on_demand.wall_seconds if on_demand and on_demand.wall_seconds is not None else plan.time.to_train
-    needed = spec.cluster.nodes
     fewer = Reason("plan.trace-of-fewer-nodes", {"most": most, "needed": needed})
     return TraceOutcome(
         name=trace.name,
@@ -298,8 +297,8 @@ def spread(values: list[float]) -> Spread:
 
 def _notes(spec: RunSpec, plan: RunPlan, trace: SpotTrace, most: int, longest: float) -> tuple[Reason, ...]:
     notes = []
-    if spec.cluster.nodes > most:
-        notes.append(Reason("plan.trace-optimistic", {"nodes": spec.cluster.nodes, "most": most}))
+    if spec.cluster.allocated_nodes > most:
+        notes.append(Reason("plan.trace-optimistic", {"nodes": spec.cluster.allocated_nodes, "most": most}))
     if longest > trace.seconds:
         notes.append(Reason("plan.trace-repeats", {"seconds": trace.seconds}))
     if plan.durability.grace_ok:

@@ -82,7 +82,8 @@ OBJECTIVES = ("time", "cost", "gpus")
 class Considered:
     """One cluster: wall-clock seconds and US dollars of the run, including interruptions; None if unknown.
 
-    ``least_seconds`` and ``least_dollars``: lower bounds of a cluster that was not planned, because these exclude it.
+    ``gpus``: with those of spare nodes. ``least_seconds`` and ``least_dollars``: lower bounds of a cluster that was not
+    planned, because these exclude it.
     """
 
     gpu: str

@@ -35,8 +35,9 @@ _MOST_BOUNDED = 48
 
 
 def most_nodes(spec: RunSpec, max_gpus: int) -> int:
-    """Return the largest node count within ``max_gpus`` GPUs and within the limit of a spec."""
-    return min(max_gpus // spec.cluster.gpus_per_node, spec.cluster.traits.max_nodes or MOST_NODES)
+    """Return the most nodes for training in a job of ``max_gpus`` GPUs and within the limit of a spec."""
+    within = max_gpus // spec.cluster.gpus_per_node - spec.cluster.spare_nodes
+    return min(within, spec.cluster.traits.max_nodes or MOST_NODES)
 
 
 def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
@@ -151,7 +152,7 @@ class Clusters:
         device, quote = find_accelerator(spec.cluster), price_quote(spec, spec.cluster.spot)
         seconds = self.least_step_seconds(nodes, gpu) * spec.total_steps / self.most_goodput(nodes, gpu)
         dollars = None if quote is None else quote.usd * spec.allocated_devices * seconds / 3600
-        row = Considered(device.name, nodes, spec.world_size, seconds, dollars, None, None, None, False, None)
+        row = Considered(device.name, nodes, spec.allocated_devices, seconds, dollars, None, None, None, False, None)
         return Tried(spec, gpu, row, None)
 
     def plan(self, nodes: int, gpu: str | None, most_seconds: float = math.inf) -> Tried:
@@ -161,7 +162,7 @@ class Clusters:
         """
         spec = on_cluster(self.spec, nodes, gpu)
         name = find_accelerator(spec.cluster).name
-        row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, None)
+        row = Considered(name, nodes, spec.allocated_devices, None, None, None, None, None, False, None)
         try:
             most_step = most_seconds * self.most_goodput(nodes, gpu) / spec.total_steps
             plan = plan_within(spec, most_step, bounds=self.bounds(spec, gpu), counted=False)
@@ -350,20 +351,20 @@ def _chances(
     ratio = (nearest.row.seconds or 0.0) / bound
     rows = [each.row for each in known]
     rows += [_as_planned(each.row, ratio, nearest.row.dollars is not None) for each in tried if each.row.least_seconds]
-    cheapest = min(rows, key=lambda row: (row.seconds or 0.0) * row.gpus)
+    cheapest = min(rows, key=lambda row: (row.seconds or 0.0) * row.nodes)
     done = {each.row.nodes for each in tried}
     hopeful = []
     for nodes in range(fewest_nodes, most + 1):
-        row = _scaled(cheapest, nodes, _BETTER * cheapest.nodes / nodes)
+        row = _scaled(spec, cheapest, nodes, _BETTER * cheapest.nodes / nodes)
         if nodes not in done and _could_win(limits, row, best):
             hopeful.append(nodes)
     found = []
-    counts = likeliest(spec, hopeful, aim // spec.cluster.gpus_per_node)
+    counts = likeliest(spec, hopeful, most_nodes(spec, aim))
     for nodes in counts:
         least = clusters.at_least(nodes, nearest.gpu).row.seconds or math.inf
         if not math.isfinite(least):
             continue  # no layout divides
-        row = _scaled(nearest.row, nodes, _BETTER * least / bound)
+        row = _scaled(spec, nearest.row, nodes, _BETTER * least / bound)
         if _could_win(limits, row, best):
             found.append(_Chance(limits.rank(row), nodes, nearest.gpu))
     return found, len(counts)
@@ -379,8 +380,8 @@ def _could_win(limits: ClusterLimits, row: Considered, best: Considered | None) 
     return not limits.broken_by(row) and (best is None or limits.rank(row) < limits.rank(best))
 
 
-def _scaled(row: Considered, nodes: int, times: float) -> Considered:
+def _scaled(spec: RunSpec, row: Considered, nodes: int, times: float) -> Considered:
     """Return the row for another number of nodes, on which the run takes ``times`` as long."""
-    money = None if row.dollars is None else row.dollars * times * nodes / row.nodes
-    gpus = row.gpus // row.nodes * nodes
+    gpus = row.gpus + (nodes - row.nodes) * spec.cluster.gpus_per_node
+    money = None if row.dollars is None else row.dollars * times * gpus / row.gpus
     return replace(row, nodes=nodes, gpus=gpus, seconds=(row.seconds or 0.0) * times, dollars=money)

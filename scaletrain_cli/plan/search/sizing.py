@@ -14,6 +14,7 @@ from scaletrain_cli.plan.search.cluster_search import (
     Tried,
     first_pass,
     meets,
+    most_nodes,
     node_counts,
     on_cluster,
     plan_promising,
@@ -109,11 +110,11 @@ def size_cluster(
 ) -> Sizing:
     """Return the cluster with the least ``time``, ``cost`` or ``gpus`` (the objective) that meets the limits.
 
-    Time includes interruptions: seconds to train, divided by the expected goodput. ``max_gpus``: by default the GPUs of
-    the spec, for the objective ``gpus`` up to 16 times as many if needed. ``gpus``: names of GPUs to compare, by
-    default the spec's. The global batch does not change, so node counts over which it does not divide are listed with
-    that reason. Raises SizingError with the closest cluster if none meets the limits; UsageError for an unknown
-    objective or GPU, a limit below one node, or a cost objective or budget without a price.
+    Time includes interruptions: seconds to train, divided by the expected goodput. ``max_gpus``: of the job, with those
+    of spare nodes; by default as in the spec, for the objective ``gpus`` up to 16 times as many if needed. ``gpus``:
+    names of GPUs to compare, by default the spec's. The global batch does not change, so node counts over which it does
+    not divide are listed with that reason. Raises SizingError with the closest cluster if none meets the limits;
+    UsageError for an unknown objective or GPU, a limit below one node, or a cost objective or budget without a price.
     """
     limits = _limits(spec, objective, max_gpus, deadline_seconds, budget_usd)
     names: list[str | None] = [None] if not gpus else list(gpus)
@@ -121,11 +122,9 @@ def size_cluster(
     tried = first_pass(clusters, limits, names)
     further, ruled_out = refined(clusters, limits, names, tried, 1)
     tried = sorted([*tried, *further], key=lambda each: (names.index(each.gpu), each.row.nodes))
-    notes = (
-        [Reason("plan.scheduler-is-one-node", {"scheduler": spec.cluster.scheduler})]
-        if (spec.cluster.traits.max_nodes == 1 and limits.max_gpus >= 2 * spec.cluster.gpus_per_node)
-        else []
-    )
+    notes = list[Reason]()
+    if spec.cluster.traits.max_nodes == 1 and limits.max_gpus >= 2 * spec.cluster.gpus_per_node:
+        notes.append(Reason("plan.scheduler-is-one-node", {"scheduler": spec.cluster.scheduler}))
     if not any(meets(limits, each) for each in tried):
         found, looked_at = _beyond(clusters, limits, names)
         if objective == "gpus" and max_gpus is None and looked_at:  # the spec's number of GPUs is no limit then
@@ -143,9 +142,9 @@ def size_cluster(
         for each in tried
         if each.row.least_seconds is None or len(names) == 1
     )
-    if max_gpus is None and best.row.gpus > spec.world_size:
-        nodes = best.spec.cluster.nodes
-        notes.append(Reason("plan.more-than-the-spec", {"gpus": spec.world_size, "nodes": nodes}))
+    if max_gpus is None and best.row.gpus > spec.allocated_devices:
+        params = {"gpus": spec.allocated_devices, "nodes": best.spec.cluster.nodes}
+        notes.append(Reason("plan.more-than-the-spec", params))
     return Sizing(
         best.spec,
         clusters.complete_plan(best),
@@ -197,9 +196,9 @@ def _limits(
 ) -> ClusterLimits:
     if objective not in OBJECTIVES:
         raise UsageError(Reason("plan.unknown-objective", {"given": objective, "allowed": list(OBJECTIVES)}))
-    most = spec.world_size if max_gpus is None else max_gpus
-    if most < spec.cluster.gpus_per_node:
-        params = {"max_gpus": most, "gpus_per_node": spec.cluster.gpus_per_node}
+    most, least = spec.allocated_devices if max_gpus is None else max_gpus, on_cluster(spec, 1)
+    if most < least.allocated_devices:
+        params = {"max_gpus": most, "least": least.allocated_devices, "nodes": least.cluster.allocated_nodes}
         raise UsageError(Reason("plan.less-than-one-node", params))
     return ClusterLimits(objective, most, deadline_seconds, budget_usd)
 
@@ -256,15 +255,14 @@ def _beyond(
     clusters: Clusters, limits: ClusterLimits, names: Sequence[str | None]
 ) -> tuple[Considered | None, list[Tried]]:
     """Return the smallest sufficient cluster above the limit, and the clusters that were considered to find it."""
-    spec = clusters.spec
-    per_node = spec.cluster.gpus_per_node
+    spec, within = clusters.spec, most_nodes(clusters.spec, limits.max_gpus)
     tried: list[Tried] = []
     for nodes in node_counts(spec, _BEYOND * limits.max_gpus):
-        if nodes * per_node <= limits.max_gpus:
+        if nodes <= within:
             continue
         tried += plan_promising(clusters, limits, [clusters.at_least(nodes, gpu) for gpu in names])[0]
         if any(meets(limits, each) for each in tried):
-            fewest = replace(limits, objective="gpus", max_gpus=(nodes - 1) * per_node)
-            tried += refined(clusters, fewest, names, tried, limits.max_gpus // per_node + 1)[0]
+            fewest = replace(limits, objective="gpus", max_gpus=on_cluster(spec, nodes - 1).allocated_devices)
+            tried += refined(clusters, fewest, names, tried, within + 1)[0]
             return min((each.row for each in tried if meets(limits, each)), key=fewest.rank), tried
     return None, tried

@@ -74,8 +74,8 @@ TEXTS: Texts = {
     "larger-cluster-suffices": "{cause}; {gpus:whole} x {gpu} would do",
     "needs-price": ("an objective of cost, or a budget, needs a price", "Set cluster.price_per_gpu_hour."),
     "less-than-one-node": (
-        "at most {max_gpus} GPUs are less than one node of {gpus_per_node}",
-        "Use --max-gpus {gpus_per_node} or more, or fewer cluster.gpus_per_node.",
+        "at most {max_gpus} GPUs are less than the {least} of {nodes:of node}",
+        "Use --max-gpus {least} or more, or fewer cluster.gpus_per_node or cluster.spare_nodes.",
     ),
     "unknown-objective": ("unknown objective {given}", "Use {allowed:or}."),
     "invalid-limit": "{option} is invalid",

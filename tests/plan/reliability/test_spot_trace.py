@@ -78,6 +78,14 @@ def test_spare_nodes_are_paid_as_in_the_plan() -> None:
     assert make_plan(with_spare).cost.spot_usd == pytest.approx(5 / 4 * make_plan(spec).cost.spot_usd)
 
 
+def test_a_job_with_spare_nodes_waits_for_them_too() -> None:
+    spec, plan = run_of(days=1)
+    with_spare = spec.with_changes("cluster", spare_nodes=1)
+    outcome = simulate(with_spare, plan, trace_of((HOUR, 5), (HOUR, 4)))
+    assert outcome.nodes_needed == 5
+    assert outcome.interruptions.median > 0 == simulate(spec, plan, trace_of((HOUR, 5), (HOUR, 4))).interruptions.median
+
+
 def test_skipping_repetitions_of_a_trace_gives_the_same_result() -> None:
     """A year on a trace of hours: skipping rounds changes nothing but the time it takes."""
     spec, plan = run_of(days=365)

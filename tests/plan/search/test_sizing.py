@@ -204,6 +204,17 @@ def test_invalid_objectives_limits_and_gpus_are_usage_errors() -> None:
         size_cluster(spec_of("gpt2", cluster__gpu="cpu", cluster__gpus_per_node=2), "cost")
 
 
+def test_spare_nodes_are_a_part_of_the_gpus_that_a_job_may_have() -> None:
+    """Of 40 GPUs, 5 nodes, one is spare: 4 train."""
+    spec = run(cluster__spare_nodes=1)
+    sizing = size_cluster(spec, "time", max_gpus=40)
+    row = chosen(sizing)
+    assert (row.nodes, row.gpus, sizing.spec.allocated_devices) == (4, 40, 40)
+    assert size_cluster(run(cluster__nodes=4, cluster__spare_nodes=1), "time").max_gpus == 40
+    with pytest.raises(UsageError, match="less than the 16 of 2 nodes"):
+        size_cluster(spec, "time", max_gpus=8)
+
+
 def test_the_local_scheduler_has_one_node() -> None:
     spec = spec_of("gpt2", cluster__scheduler="local")
     assert node_counts(spec, 64) == [1]
