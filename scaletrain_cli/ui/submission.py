@@ -138,12 +138,11 @@ def size_text(cluster: ClusterSpec) -> str:
     device = "CPU process" if cluster.gpu == "cpu" else "GPU"
     plural = ("es" if device == "CPU process" else "s") if cluster.gpus_per_node != 1 else ""
     each = f"{cluster.gpus_per_node} {device}{plural}"
-    if cluster.node_range is not None:
-        given = cluster.node_range
-        return f"{given.min} to {given.max} nodes × {each}, now planned on {whole_text(cluster.nodes)}"
-    if cluster.nodes == 1:
-        return f"1 node with {each}"
     spare = f", and {counted(cluster.spare_nodes, 'spare node')}" if cluster.spare_nodes else ""
+    if (given := cluster.node_range) is not None:
+        return f"{given.min} to {given.max} nodes × {each}, now planned on {whole_text(cluster.nodes)}{spare}"
+    if cluster.nodes == 1:
+        return f"1 node with {each}{spare}"
     return f"{cluster.nodes} nodes × {each} = {whole_text(cluster.nodes * cluster.gpus_per_node)}{spare}"
 
 

@@ -53,6 +53,15 @@ def test_a_size_counts_nodes_and_devices() -> None:
     assert size_text(make_spec("cluster.gpus_per_node=1").cluster) == "1 node with 1 CPU process"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "size"),
+    [("1", "1 node with 8 GPUs"), ("{min: 1, max: 4}", "1 to 4 nodes × 8 GPUs, now planned on 4")],
+)
+def test_a_size_has_the_spare_nodes_that_the_job_holds(nodes: str, size: str) -> None:
+    spec = make_spec(*SLURM, "training.global_batch_size=32", f"cluster.nodes={nodes}", "cluster.spare_nodes=1")
+    assert size_text(spec.cluster) == f"{size}, and 1 spare node"
+
+
 def test_cost_is_shown_for_the_remaining_steps_and_per_hour() -> None:
     cost = Cost(3.0, "list price", 100.0, None, 1200.0)
     reported = "$1,200 expected for the whole run, $6.00 per hour ($3.00 per GPU-hour: list price)"
