@@ -52,7 +52,7 @@ def decode(content: bytes, place: str, channels: int) -> Image.Image:
         _apply_orientation(image)
         if image.mode == mode:
             return image
-        if image.mode.startswith("I;16"):
+        if image.mode.startswith("I"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         image.info.pop("transparency", None)
         return image.convert(mode)
@@ -84,7 +84,7 @@ def _opened(content: bytes) -> Image.Image:
     if not content:
         raise ValueError("the file is empty")
     image: Image.Image = Image.open(BytesIO(content), formats=_formats())
-    if image.mode in ("I", "F"):
+    if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):  # a PGM of 16 bits has the mode I
         raise ValueError("its pixels have 32 bits; save it with 8 or 16 bits")
     return image
 

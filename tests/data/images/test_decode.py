@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scaletrain_cli.data.images.decode import decode
+from scaletrain_cli.data.images.decode import decode, size_of
 
 ORIENTATION = 0x0112
 # EXIF (CIPA DC-008, 4.6.4): where row 0 and column 0 of the stored pixels are in the upright image.
@@ -74,3 +74,10 @@ def test_16_bits_keep_their_upper_8() -> None:
     pixels = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
     found = np.asarray(decode(file_of(Image.fromarray(pixels)), "a.png", 1))
     assert np.array_equal(found, np.arange(256).reshape(16, 16))
+
+
+def test_a_pgm_of_16_bits_keeps_its_upper_8_too() -> None:
+    """Pillow has its pixels as numbers of 32 bits, from 0 to 65,535 whatever its largest value is."""
+    content = b"P5 2 2 1023\n" + np.array([[0, 256], [512, 1023]], ">u2").tobytes()
+    assert size_of(content, "a.pgm") == (2, 2)
+    assert np.asarray(decode(content, "a.pgm", 1)).tolist() == [[0, 64], [128, 255]]
