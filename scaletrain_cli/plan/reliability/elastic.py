@@ -49,16 +49,14 @@ class ElasticOutcome:
 def compare_on_trace(spec: RunSpec, sizes: Sequence[NodeSize], trace: SpotTrace) -> ElasticOutcome | None:
     """Return the outcome of the range and of waiting for its largest size; None if fewer than two sizes are usable.
 
-    A trace with fewer nodes than the largest size is scaled up: all of its nodes stand for all nodes of the run.
+    A trace with fewer nodes than the job of the largest size is scaled up: all of its nodes stand for all of the job.
     """
     plans = usable_plans(sizes)
     if len(plans) < 2:
         return None
-    most = max(plans)
-    recorded = max(nodes for _, nodes in trace.intervals)
-    intervals = joined(
-        (seconds, nodes if recorded >= most else nodes * most // recorded) for seconds, nodes in trace.intervals
-    )
+    most, recorded = max(plans), max(nodes for _, nodes in trace.intervals)
+    held = max(recorded, most + spec.cluster.spare_nodes)
+    intervals = joined((seconds, nodes * held // recorded) for seconds, nodes in trace.intervals)
     elastic = _outcome(spec, plans, intervals)
     waiting = _outcome(spec, {most: plans[most]}, intervals)
     return ElasticOutcome(trace.name, _STARTS, most, elastic, waiting, _advice(trace, most, elastic, waiting))
@@ -98,15 +96,16 @@ def simulate_sizes(
 ) -> "ElasticRun":
     """Return the run from ``start`` seconds into the trace, which repeats. ``plans``: of the sizes that may be used.
 
-    The run starts on the largest size that is available. When it loses a node, it loses the work since the last
-    checkpoint, or only the notice if that is long enough for a save, and restarts on what is left, if it is enough.
-    When more nodes are available, it is checked after ``check_every`` and at least ``grow_every`` after the last such
-    restart whether one pays; if so, the run saves, and saves again when it stops. Deterministic.
+    The run starts on the largest size that is available beside its spare nodes, which replace failed ones only. When it
+    loses a node, it loses the work since the last checkpoint, or only the notice if that is long enough for a save, and
+    restarts on what is left, if it is enough. When more nodes are available, it is checked after ``check_every`` and at
+    least ``grow_every`` after the last such restart whether one pays; if so, the run saves, and saves again when it
+    stops. Deterministic.
     """
     run = ElasticRun(spec, plans)
     rounds = itertools.chain.from_iterable(itertools.repeat(intervals, _MOST_ROUNDS))
     for seconds, nodes in itertools.chain(intervals_from(start, intervals), rounds):
-        if run.through(seconds, nodes):
+        if run.through(seconds, nodes - run.spare):
             return run
     run.seconds = math.inf
     return run
@@ -121,7 +120,7 @@ class ElasticRun:
     def __init__(self, spec: RunSpec, plans: Mapping[int, RunPlan]) -> None:
         given = spec.cluster.node_range
         self.plans, self.usable = plans, tuple(plans)
-        self.grace_seconds = spec.cluster.grace_seconds
+        self.grace_seconds, self.spare = spec.cluster.grace_seconds, spec.cluster.spare_nodes
         self.grows = given is not None and given.grow and len(plans) > 1
         self.check_every = 0.0 if given is None else given.check_every
         self.grow_every = 0.0 if given is None else given.grow_every
@@ -159,7 +158,7 @@ class ElasticRun:
 
     def _pass(self, moment: float) -> None:
         assert self.size is not None
-        self.node_seconds += self.size * (moment - self.seconds)
+        self.node_seconds += (self.size + self.spare) * (moment - self.seconds)
         self.seconds = moment
 
     @property

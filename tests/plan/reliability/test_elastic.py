@@ -68,6 +68,16 @@ def test_a_run_without_enough_nodes_waits() -> None:
     assert ended.waiting == pytest.approx(600)
 
 
+def test_a_job_holds_its_spare_nodes_beside_those_that_train() -> None:
+    spec, plans = run_of(grow=False)
+    spec = spec.with_changes("cluster", spare_nodes=1)
+    assert simulate_sizes(spec, plans, [(1e6, 5)]).node_seconds == pytest.approx(5 * 5100)
+    assert simulate_sizes(spec, plans, [(1e6, 4)]).node_seconds == pytest.approx(3 * 10_100)
+    sizes = [NodeSize(nodes, plan) for nodes, plan in plans.items()]
+    for nodes in (4, 5):  # all nodes of a trace of fewer stand for those that the job holds
+        assert compare_on_trace(spec, sizes, SpotTrace("mine", ((1e6, nodes),))).waiting.waiting_hours.median == 0
+
+
 def test_growing_again_waits_for_the_least_time_between_two_restarts() -> None:
     """Grown at 1,140 s, shrunk at 2,000 s; with grow_every 10,000 s the rest is trained on 2 nodes first."""
     spec, plans = run_of(grow_every=10_000)
