@@ -130,10 +130,9 @@ def _rows(file: BinaryIO, start: int, end: int, size: int) -> Iterator[_Row]:
         stride = max(1, len(lines) // _ROWS_OF_PIECE)
         extremes = set[bytes]()  # lines with the least and the greatest loss, gradient norm and step time
         for pattern in _EXTREMES if stride > 1 else ():
-            values = pattern.findall(whole)
-            for chosen in {min(values, key=float), max(values, key=float)} if values else ():
-                at = whole.index(pattern.pattern.partition(b"(")[0] + chosen)
-                extremes.add(whole[whole.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0])
+            found = sorted(pattern.finditer(whole), key=lambda match: float(match[1]))
+            for match in {*found[:1], *found[-1:]}:
+                extremes.add(whole[whole.rfind(b"\n", 0, match.start()) + 1 :].partition(b"\n")[0])
         regular = lines[::stride]
         validated = _with(whole, _VALIDATED) if stride > 1 else []
         yield from _decoded([*regular, *(line for line in extremes if line not in regular), *validated], extremes)

@@ -102,3 +102,17 @@ def test_a_long_file_keeps_its_extremes_and_validations(run: RunDir, monkeypatch
         assert extremes[0] == extremes[1]
     means = pieces.kept["columns"]["loss"]["mean"]
     assert sum(means) / len(means) == pytest.approx(3.0, abs=0.2)  # without the spike, which was chosen
+
+
+def test_the_extreme_of_a_long_file_is_its_own_line_and_not_one_that_begins_alike(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least loss, 0.5, is the beginning of an earlier one, 0.5625."""
+    losses = [1.0, 0.5625, *[1.0] * 150, 0.5, *[1.0] * 200]
+    for step, loss in enumerate(losses, start=1):
+        append_line(run.metrics, {"step": step, "loss": loss})
+    monkeypatch.setattr(reading, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(reading, "_PIECES", 1)
+    monkeypatch.setattr(reading, "_ROWS_OF_PIECE", 4)
+    loss = curves_of(run).kept["columns"]["loss"]
+    assert min(loss["mean"]) == 0.5
