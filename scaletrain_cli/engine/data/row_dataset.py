@@ -205,14 +205,13 @@ def _open_split(folder: Path, split: str, info: RowsInfo) -> tuple[list[CheckedF
 def left_out(info: RowsInfo) -> list[str]:
     """Return lines that say how many rows were truncated or left out, and what their tokens lack; none if all is in."""
     lines = []
-    bad = info.rows_with_bad_images
-    unusable = info.rows_unusable
+    bad, unusable = info.rows_with_bad_images, info.rows_unusable
     if info.rows_truncated or info.rows_without_target or info.rows_too_long or bad or unusable:
         of_images = f", {bad} with bad images, the first at {info.bad_images.partition(chr(10))[0]}" if bad else ""
         first = info.unusable.partition("\n")[0]
         of_rows = f", {unusable} that cannot be used, the first: {first}" if unusable else ""
         lines.append(
-            f"of {info.rows_read + bad + unusable} rows {info.rows_truncated} were truncated to {info.seq_len} tokens; "
+            f"of {info.rows_read} rows {info.rows_truncated} were truncated to {info.seq_len} tokens; "
             f"left out: {info.rows_without_target} without a token in the loss, {info.rows_too_long} for their length"
             f"{of_images}{of_rows}"
         )

@@ -94,7 +94,7 @@ _BAD_SHOWN = 20
 class RowCounts:
     """Numbers of rows read, left out and truncated, and of tokens kept. ``targets``: tokens in the loss."""
 
-    read: int = 0
+    read: int = 0  # without those that cannot be used
     without_target: int = 0  # left out: no token in the loss, or none after truncation
     too_long: int = 0  # left out by data.truncation: drop
     truncated: int = 0
@@ -328,6 +328,7 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
             f"{split}_documents": written.documents,
             f"{split}_rows": written.rows,
         }
+    bad_images = 0 if images is None else images.rows_left_out
     info = RowsInfo(
         schema=SCHEMA,
         fingerprint=digest.hexdigest(),
@@ -340,7 +341,7 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
         seq_len=seq_len,
         packing=data.packing,
         weighted=bool(weighted),
-        rows_read=counts.read,
+        rows_read=counts.read + tally.unusable + bad_images,
         rows_without_target=counts.without_target,
         rows_too_long=counts.too_long,
         rows_truncated=counts.truncated,
@@ -359,7 +360,7 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
         tokens_per_image=0 if chat.images is None else chat.images.copies,
         image_token=0 if chat.images is None else chat.images.id,
         image_folder=data.images.folder or "",
-        rows_with_bad_images=0 if images is None else images.rows_left_out,
+        rows_with_bad_images=bad_images,
         bad_images="" if images is None else "\n".join(images.bad),
         **numbers,
     )

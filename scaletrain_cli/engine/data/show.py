@@ -70,7 +70,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
         "tokenizer_trained_on_rows": None if is_own else _ROWS_COUNTED,
         "rows": shown,
         "counted": {
-            "rows": counts.read,
+            "rows": counts.read + encoder.tally.unusable,
             "truncated": counts.truncated,
             "without_target": counts.without_target,
             "too_long": counts.too_long,

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.sources.rows import Tally, rows_in
 from scaletrain_cli.engine.data import prepared, row_source, show
 from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
-from scaletrain_cli.engine.data.row_dataset import RowsInfo, rows_folder
+from scaletrain_cli.engine.data.row_dataset import RowsInfo, left_out, rows_folder
 from scaletrain_cli.engine.data.row_source import docstring_rows
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.data_size import prepared_size
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, CorpusFiles, find_files
 from scaletrain_cli.spec.data import FieldsSpec
@@ -154,6 +156,19 @@ def test_rows_without_a_token_in_the_loss_are_left_out_and_counted(folder: Path)
     (folder / "rows.jsonl").write_text(json.dumps(rows[1]) + "\n")
     with pytest.raises(UsageError, match=r"no row of .* has a token in the loss: 1 rows, 1 of them"):
         prepare_rows(spec(folder), folder / "runs")
+
+
+def test_rows_that_cannot_be_used_are_among_those_read_and_not_among_those_of_a_plan(folder: Path) -> None:
+    lines = [json.dumps(conversation(number)) for number in range(4)]
+    (folder / "rows.jsonl").write_text("\n".join([*lines, "no JSON", json.dumps({"messages": []})]))
+    skips = spec(folder, "data.on_bad=skip", "data.packing=best_fit")
+    info, *_ = opened(skips, folder / "runs")
+    assert (info.rows_read, info.rows_unusable) == (6, 2)
+    assert left_out(info)[0].startswith("of 6 rows ")
+    assert prepared_size(asdict(info), "sft", LENGTH).rows == 4
+    (folder / "spec.json").write_text(skips.model_dump_json(by_alias=True))
+    answer = show.run_command([str(folder / "spec.json"), str(folder / "runs"), "1", "3", ""])
+    assert (answer["counted"]["rows"], answer["counted"]["unusable"]) == (6, 2)
 
 
 def test_weights_of_rows_and_messages_multiply(folder: Path) -> None:
