@@ -344,12 +344,12 @@ def headline(spec: RunSpec, plan: RunPlan) -> Text:
 
 def devices_text(spec: RunSpec) -> str:
     """Return ``4 × 8 h100-sxm-80gb`` or ``2 CPU processes``."""
-    cluster = spec.cluster
-    device = cluster.gpu_name
+    cluster, device = spec.cluster, spec.cluster.gpu_name
     if device == "cpu":
         return f"{spec.world_size} CPU process{'es' if spec.world_size > 1 else ''}"
     where = f"{cluster.nodes} × {cluster.gpus_per_node}" if cluster.nodes > 1 else f"{cluster.gpus_per_node} ×"
-    return f"{where} {device}"
+    spare = f", and {counted(cluster.spare_nodes, 'spare node')}" if cluster.spare_nodes else ""
+    return f"{where} {device}{spare}"
 
 
 def condensed(warnings: Sequence[Reason]) -> tuple[str, ...]:

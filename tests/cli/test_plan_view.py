@@ -136,3 +136,10 @@ def test_one_further_reason_is_written_in_the_singular() -> None:
     said = console.file.getvalue()
     assert "and 1 more reason; --all shows it\n" in said
     assert "and 2 more reasons; --all shows them\n" in said
+
+
+def test_the_first_line_names_the_spare_nodes_that_the_costs_count() -> None:
+    spec, plan = stored(next(path for path in STORED if path.stem == "fits"))
+    spare = spec.with_changes("cluster", spare_nodes=2)
+    first = printed(lambda console: show_plan(spare, plan, console=console), 120, "utf-8").splitlines()[0]
+    assert f"{spec.cluster.gpu_name}, and 2 spare nodes: fits" in first
