@@ -45,15 +45,16 @@ def test_a_node_that_is_down_is_excluded_at_no_cost_and_a_pinned_one_is_not_excl
 
 
 SINFO = """\
-n1|idle|main*|(null)
-n1|idle|spot|(null)
-n2|mix|main*|(null)
-n3|drain|main*|(null)
-n4|idle*|main*|(null)
-n5|alloc|main*|(null)
-n6|down*|main*|(null)
-n7|idle|spot|(null)
+n1|idle|main*|(null)|ib,rack1
+n1|idle|spot|(null)|ib,rack1
+n2|mix|main*|(null)|ib,rack2
+n3|drain|main*|(null)|ib,rack1
+n4|idle*|main*|(null)|ib
+n5|alloc|main*|(null)|(null)
+n6|down*|main*|(null)|ib
+n7|idle|spot|(null)|ib
 """
+RESERVED = "ReservationName=week StartTime=2026-01-01T00:00:00 EndTime=2027-01-01T00:00:00 Nodes=n[2-3,5] Flags={}\n"
 
 
 @pytest.fixture
@@ -61,7 +62,9 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Slurm of seven nodes with recorded answers."""
 
     def call(command: list[str], **_: object) -> object:
-        text = {"sinfo": SINFO, "squeue": "2026-01-02T03:04:05|1-00:30:00\n"}[command[0]]
+        reserved = RESERVED.format("SPEC_NODES") + RESERVED.format("FLEX").replace("week", "flexible")
+        texts = {"sinfo": SINFO, "squeue": "2026-01-02T03:04:05|1-00:30:00\n", "scontrol": reserved}
+        text = texts[command[0]]
         return type("Answer", (), {"stdout": text})
 
     monkeypatch.setattr(site, "call_slurm", call)
@@ -71,6 +74,24 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slurm")
 def test_usable_nodes_are_those_on_which_slurm_would_start_a_job_of_the_partition() -> None:
     assert usable_nodes(make_spec("cluster.scheduler=slurm").cluster) == {"n1", "n2", "n5"}
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize(
+    ("setting", "usable"),
+    [
+        ("constraint=ib", {"n1", "n2"}),
+        ("constraint=ib&rack1", {"n1"}),
+        ("constraint=rack2|(rack1&ib)", {"n1", "n2"}),
+        ('constraint="[rack1*1&rack2*1]"', {"n1", "n2"}),
+        ("reservation=week", {"n2", "n5"}),
+        ("reservation=flexible", {"n1", "n2", "n5"}),  # its jobs may use other nodes
+        ("reservation=hidden", {"n1", "n2", "n5"}),
+    ],
+)
+def test_nodes_that_the_job_may_not_have_do_not_count_as_a_replacement(setting: str, usable: set[str]) -> None:
+    """Else Slurm holds a job of which it has excluded a node that no other one can replace."""
+    assert usable_nodes(make_spec("cluster.scheduler=slurm", f"cluster.slurm.{setting}").cluster) == usable
 
 
 @pytest.mark.usefixtures("slurm")

@@ -292,16 +292,29 @@ def exclude_option(spec: RunSpec, excluded: Exclusion) -> str | None:
 
 
 def usable_nodes(cluster: ClusterSpec) -> set[str]:
-    """Return the usable nodes of the job's partition, or of the default one, that have its GPUs, busy or not."""
-    partition = cluster.slurm.partition
+    """Return the usable nodes of the job's partition, or of the default one, busy or not, that Slurm may give the job.
+
+    They have its GPUs and the features of its constraint, and are in its reservation if that names its nodes. Slurm
+    holds a job that is left with too few of them (BadConstraints).
+    """
+    partition, reservation = cluster.slurm.partition, cluster.slurm.reservation
     chosen = [f"--partition={partition}"] if partition else []
-    answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t|%P|%G", *chosen])
-    rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 3]
-    return {
+    answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t|%P|%G|%f", *chosen])
+    rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 4]
+    found = {
         name
-        for name, state, of, gres in rows
-        if tables.is_usable(state) and (partition or of.endswith("*")) and has_gpus(cluster, tables.gpus(gres))
+        for name, state, of, gres, features in rows
+        if tables.is_usable(state)
+        and (partition or of.endswith("*"))
+        and has_gpus(cluster, tables.gpus(gres))
+        and tables.may_satisfy(features.split(","), cluster.slurm.constraint or "")
     }
+    if reservation is None:
+        return found
+    shown = tables.reservations(call_slurm(["scontrol", "--oneliner", "show", "reservation"]).stdout)
+    own = [one for one in shown if one.name in reservation.split(",")]  # none if the site hides it
+    is_bound = bool(own) and not any(one.is_flexible for one in own)
+    return {name for one in own for name in one.nodes if name in found} if is_bound else found
 
 
 # The types of the GPUs of nodes, and whether a node has the GPUs that a job requests.

@@ -6,7 +6,7 @@ The text formats are those of Slurm 22.05 and later: scontrol of 22.05 has no JS
 import dataclasses
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 # Columns of `sinfo --Format`, separated by bars, which keeps sinfo from truncating them.
@@ -198,6 +198,17 @@ def _gres(text: str) -> Iterator[tuple[str, str, int]]:
 def is_usable(state: str) -> bool:
     """Return whether Slurm runs jobs on a node in this compact state, idle or busy."""
     return not state.startswith(_UNUSABLE) and not state.endswith("*")  # *: not responding
+
+
+def may_satisfy(features: Collection[str], constraint: str) -> bool:
+    """Return whether a node may be one of those of a constraint such as ``a100&ib``, ``[rack1|rack2]``, ``big*2&ib*4``.
+
+    A node has the features of one alternative; after a count (``*2``), an ``&`` is between nodes. Parentheses are
+    ignored.
+    """
+    words = re.sub(r"[()\[\]]|\*\d+", "", constraint)
+    alternatives = re.split(r"[|&,]" if "*" in constraint else r"\|", words)
+    return any(set(filter(None, re.split("[&,]", one))) <= set(features) for one in alternatives)
 
 
 def limit_seconds(text: str) -> float | None:

@@ -194,7 +194,7 @@ def test_the_type_of_an_accelerator_is_found_by_its_family() -> None:
 
 def test_only_nodes_with_the_requested_gpus_are_left_without_bad_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ("h1|idle|mixed|gpu:h100:8", "h2|idle|mixed|gpu:h100:8", "a1|idle|mixed|gpu:a100:4", "c1|idle|mixed|(null)")
-    answer = type("Answer", (), {"stdout": "\n".join(rows)})
+    answer = type("Answer", (), {"stdout": "\n".join(f"{row}|(null)" for row in rows)})
     monkeypatch.setattr(site_module, "call_slurm", lambda command: answer)
     typed = ask("cluster.slurm.partition=mixed", "cluster.slurm.gres_type=h100", gpus=4)
     assert usable_nodes(typed.cluster) == {"h1", "h2"}
