@@ -118,7 +118,9 @@ def submit_array(plan: ArrayPlan) -> tuple[str, ...]:
 
 def _find_array(sweep: str, comment: str) -> str | None:
     """Return the id of the newest active array with this comment; None if there is none. Raises SchedulerError."""
-    said = call_slurm(["squeue", "--noheader", "--states=pending,running", f"--name={sweep}", "--format=%F|%k"])
+    said = call_slurm(
+        ["squeue", "--noheader", "--all", "--states=pending,running", f"--name={sweep}", "--format=%F|%k"]
+    )
     ids = {row.split("|")[0] for row in said.stdout.split() if row.endswith(f"|{comment}")}
     return max(ids, key=int, default=None)
 

@@ -135,7 +135,7 @@ def submit_preparation(
 
 def active_jobs(name: str) -> list[tuple[str, str, str]]:
     """Return (id, comment, state) of the jobs of a name that have not ended; an array has one id."""
-    command = ["squeue", "--noheader", "--me", f"--name={name}", "--format=%A|%T|%F|%k"]
+    command = ["squeue", "--noheader", "--all", "--me", f"--name={name}", "--format=%A|%T|%F|%k"]
     rows = (line.strip().split("|", 3) for line in call_slurm(command).stdout.splitlines())
     return [(row[2], row[3], row[1]) for row in rows if len(row) == 4]
 

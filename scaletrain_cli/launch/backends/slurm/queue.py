@@ -338,7 +338,8 @@ def _rows_of_run(run: RunDir, without: Sequence[str] = ()) -> list[JobRow]:
 
 
 def _squeue(which: str, without: Sequence[str] = ()) -> list[JobRow]:
-    command = ["squeue", "--noheader", "--states=all", "--array", which, f"--format={_COLUMNS}"]
+    # --all: by their name, jobs of a hidden partition are listed only with it.
+    command = ["squeue", "--noheader", "--all", "--states=all", "--array", which, f"--format={_COLUMNS}"]
     answer = call_slurm(command, accept=("Invalid job id",), without=without, seconds=_QUERY_SECONDS)
     fields = (line.strip().split("|", 5) for line in answer.stdout.splitlines())
     return [JobRow(*row) for row in fields if len(row) == 6]

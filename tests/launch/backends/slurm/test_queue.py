@@ -43,7 +43,9 @@ COMMANDS = {
     "squeue": """
 for word; do case $word in
     --jobs=*) grep -E "^($(echo "${word#--jobs=}" | tr , '|'))[|]" jobs;;
-    --name=*) grep " ${word#--name=}$" names | while read -r id name; do grep "^$id|" jobs; done;;
+    --name=*) # jobs of a hidden partition are listed by id, or with --all
+        case "$(ls) $*" in *hidden*--all*) ;; *hidden*) exit 0;; esac
+        grep " ${word#--name=}$" names | while read -r id name; do grep "^$id|" jobs; done;;
 esac; done; true
 """,
     "sbatch": """
@@ -200,6 +202,12 @@ def test_cancel_ends_a_job_whose_id_was_never_received(controller: Controller, m
     SLURM.cancel(made.run, made.record)
     assert controller.jobs == {"100": "CANCELLED"}
     assert run_status(made.run).state == "cancelled"
+
+
+def test_a_job_in_a_hidden_partition_is_found_without_its_id(controller: Controller, made: MadeRun) -> None:
+    (controller.folder / "hidden").touch()
+    controller.fails("sbatch", TIMED_OUT, works=True)
+    assert submit_run(made.run, made.record, SLURM).job_id == "100"
 
 
 def asked(made: MadeRun, when: float) -> dict[str, object]:
