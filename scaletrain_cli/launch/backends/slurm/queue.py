@@ -248,7 +248,7 @@ def submit_job(run: RunDir, record: RunRecord, script: str) -> str:
 
 
 def cancel_jobs(run: RunDir) -> None:
-    """Signal the ranks to save and exit; ``slurm/job.py`` then ends the job. A queued job is deleted.
+    """Signal the ranks to save and exit; ``slurm/job.py`` then ends the job. A queued or requeued job is deleted.
 
     This applies to every job of the run, also one whose id was never received. Slurm's permission is checked first: if
     it refuses, no stop file is written. Raises SchedulerError.
@@ -274,8 +274,9 @@ def cancel_jobs(run: RunDir) -> None:
                 params = {"job": row.job_id, "run": run.run_id, "failure": cause_of(error)}
                 raise SchedulerError(Reason("slurm.cannot-resume-suspended", params)) from error
     for row in active:
-        if row.state == "queued":
-            call_slurm(["scancel", row.job_id])
+        # A requeued job is first completing; then Slurm does not start it again. A job that has ended stays as it is.
+        if row.state == "queued" or row.slurm_state == "COMPLETING":
+            call_slurm(["scancel", row.job_id], accept=("already completing",))
     was_cancelled = run.is_cancelled
     touch(run.stop_file)
     try:
@@ -288,7 +289,9 @@ def cancel_jobs(run: RunDir) -> None:
         if not was_cancelled:
             run.stop_file.unlink(missing_ok=True)
         raise
-    if not running and not any(row.state == "ending" for row in active):
+    last = next(reversed(read_attempts(run)), None)
+    is_requeued = last is not None and last.decision is not None and last.decision.requeue
+    if not running and (is_requeued or all(row.state != "ending" for row in active)):
         record_event(run, "cancelled")
         forget_secrets(run)
 

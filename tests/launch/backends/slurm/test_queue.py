@@ -21,6 +21,7 @@ from scaletrain_cli.launch.backends.slurm.site import query_site
 from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.job import open_request, read_submission
+from scaletrain_cli.launch.restart import conclude_attempt
 from scaletrain_cli.launch.status import run_status, run_statuses
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.reasons import Reason
@@ -202,6 +203,26 @@ def test_cancel_ends_a_job_whose_id_was_never_received(controller: Controller, m
     SLURM.cancel(made.run, made.record)
     assert controller.jobs == {"100": "CANCELLED"}
     assert run_status(made.run).state == "cancelled"
+
+
+@pytest.mark.parametrize(
+    "said", ["", "scancel: error: Kill job error on job id 100: Job/step already completing or completed"]
+)
+def test_a_requeued_job_that_is_still_completing_does_not_start_after_a_cancel(
+    controller: Controller, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    monkeypatch.setenv("TOKEN_OF_HUB", "secret")
+    made = make_run("cluster.scheduler=slurm", "secret_env=[TOKEN_OF_HUB]", run_id="life")
+    submit_run(made.run, made.record, SLURM)
+    number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="100", nodes=("n1",))
+    conclude_attempt(made.run, made.record, number, first_attempt=1, launcher_exit_code=1)
+    controller.becomes("COMPLETING")
+    if said:
+        controller.fails("scancel", said)
+    SLURM.cancel(made.run, made.record)
+    assert controller.called("scancel") == ["scancel 100"]
+    assert len(made.events("cancelled")) == 1, "no attempt follows that would record it"
+    assert not made.run.secrets.exists()
 
 
 def test_a_job_in_a_hidden_partition_is_found_without_its_id(controller: Controller, made: MadeRun) -> None:
