@@ -30,6 +30,7 @@ TEXTS: Texts = {
     # Why no rank was started: the job and the run directory.
     "parent-ended": "the parent process {pid} has ended; no rank is started",
     "job-exists": "{run} has a job already",
+    "job-failed": "the job cannot continue: {error}. No attempt follows; correct that, then `scaletrain resume`",
     "no-free-port": "no TCP port between {first} and {last} is free on this machine",
     "run-missing": ("{path} does not exist on {host}", "Check that its file system is mounted there."),
     "run-unwritable": "the run directory {path} cannot be written on {host}: {error}",

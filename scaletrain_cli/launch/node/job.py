@@ -10,6 +10,7 @@ ends with 93 in place of 75. The restart budgets count over all starts of the jo
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from scaletrain_cli.errors import ExitCode, SchedulerError
+from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import Decision, begin_attempt
 from scaletrain_cli.launch.node.heartbeats import stopped_seconds
@@ -39,6 +40,7 @@ from scaletrain_cli.launch.restart import (
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, copies_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import locked
@@ -65,14 +67,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = RunDir(options.run_folder.absolute())
     try:
         with locked(run.path / "job.lock", wait_seconds=0) as alone:
-            if not alone:
-                raise SchedulerError(Reason("node.job-exists", {"run": run.run_id}))
+            if not alone:  # the other one records the end
+                logger.error("%s", Reason("node.job-exists", {"run": run.run_id}))
+                return ExitCode.SCHEDULER
             job = OneNodeJob(run, read_record(run), options.scheduler, options.job_id, options.engine)
             job.requeued = options.requeued
             return job.run_to_end()
     except Exception as error:
-        logger.error("%s", found := known_error(error, "the job cannot continue"))
-        return ExitCode.DO_NOT_REQUEUE if is_full(error) else found.exit_code
+        return end_by_error(run, error, "node.job-failed")
+
+
+def end_by_error(run: RunDir, error: Exception, code: str, *, was_begun: bool = True) -> int:
+    """Record the error, as the Reason ``code``, after which no attempt follows; return the exit code of the job.
+
+    ``was_begun``: else the command that submitted the job still waits, says why, and undoes what it has written.
+    """
+    found = known_error(error, "")
+    exit_code = int(ExitCode.DO_NOT_REQUEUE if is_full(error) else found.exit_code)
+    reason = Reason(code, {"error": str(found).rstrip(".")})
+    logger.error("%s", reason)
+    with contextlib.suppress(OSError):
+        if was_begun:
+            conclude_run(run, Decision.because(False, exit_code, reason))
+        else:
+            record_event(run, "stopped", exit_code=exit_code, why=str(reason), **reason.to_document())
+    return exit_code
 
 
 @dataclass

@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +81,28 @@ def test_a_requeued_job_of_a_cancelled_run_is_not_started_again(make_run: MakeRu
     assert len(made.events("cancelled")) == 1
     (attempt,) = read_attempts(made.run)
     assert (attempt.exit_code, attempt.reason) == (75, "cancelled")
+
+
+FAILING_JOB = """
+import sys
+from scaletrain_cli.launch.node import job
+def fail(self, first):
+    raise TypeError('a bug')
+job.OneNodeJob._attempt = fail
+sys.exit(job.main())
+"""
+
+
+def test_a_job_that_fails_by_a_bug_tells_it_and_keeps_no_secret(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "hidden")
+    monkeypatch.setenv("SCALETRAIN_TRACEBACK", "1")
+    made = make_run(*ONE_RANK, "secret_env=[TOKEN]", f"notify=[{{command: [tee, {tmp_path}/told]}}]")
+    assert made.run.secrets.exists()
+    command = [sys.executable, "-c", FAILING_JOB, str(made.run.path), "--scheduler", "local", "--job-id", "17"]
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 1
+    (stopped,) = made.events("stopped")
+    assert (stopped["code"], stopped["exit_code"]) == ("node.job-failed", 1)
+    assert stopped["why"] in (tmp_path / "told").read_text()
+    assert not made.run.secrets.exists()

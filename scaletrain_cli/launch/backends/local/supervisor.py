@@ -5,7 +5,6 @@ end of the terminal session. SIGTERM means that the machine shuts down or the ru
 """
 
 import argparse
-import contextlib
 import logging
 import os
 import signal
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.full_disk import is_full
-from scaletrain_cli.launch.attempts import Decision
 from scaletrain_cli.launch.backends.local.backend import (
     SUPERVISOR_FAILED,
     SUPERVISOR_STOPPED,
@@ -26,18 +23,16 @@ from scaletrain_cli.launch.backends.local.backend import (
     run_to_wait_for,
     write_supervisor,
 )
-from scaletrain_cli.launch.node.job import WAIT_SECONDS, OneNodeJob
+from scaletrain_cli.launch.node.job import WAIT_SECONDS, OneNodeJob, end_by_error
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS
 from scaletrain_cli.launch.node.processes import adopt_orphans, die_with_parent, own_identity
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE
-from scaletrain_cli.launch.restart import conclude_abandoned, conclude_run
+from scaletrain_cli.launch.restart import conclude_abandoned
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.safe_files import locked
-from scaletrain_cli.unexpected import known_error
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             job = Supervision(run, read_record(run), LocalBackend.name, str(os.getpid()), options.engine)
             return job.run_to_end()
     except Exception as error:
-        found = known_error(error, "")
-        code = ExitCode.DO_NOT_REQUEUE if is_full(error) else found.exit_code
-    reason = Reason(SUPERVISOR_FAILED, {"error": str(found).rstrip(".")})
-    logger.error("%s", reason)
-    with contextlib.suppress(OSError):
-        if job is not None and job.at_work:
-            conclude_run(run, Decision.because(False, code, reason))
-        else:  # the command that started this one still waits, says why, and undoes what it has written
-            record_event(run, "stopped", exit_code=int(code), why=str(reason), **reason.to_document())
-    return code
+        return end_by_error(run, error, SUPERVISOR_FAILED, was_begun=job is not None and job.at_work)
 
 
 @dataclass
