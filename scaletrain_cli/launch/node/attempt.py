@@ -112,6 +112,7 @@ def run_node(options: AgentOptions) -> int:
         agent_pid=me.pid,
         agent_start_ticks=me.start_ticks,
         started=time.time(),
+        agent_boot=me.boot,
     )
     _claim(run, options.attempt, node)
     gpu_locks = contextlib.ExitStack() if record.spec.cluster.traits.runs_here else None  # until this process ends

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.own_processes import process_stat
+from scaletrain_cli.own_processes import boot_id, process_stat
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -61,21 +61,25 @@ class HelperProcess:
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process on this machine, identified by its pid and its start time (clock ticks since boot)."""
+    """A process on this machine, identified by its pid and its start time (clock ticks since boot), both of a boot.
+
+    ``boot``: the id of the boot, empty where it is not known.
+    """
 
     pid: int
     start_ticks: int
+    boot: str = ""
 
     def is_alive(self) -> bool:
         """Return whether the process still runs; a zombie does not."""
-        found = _state_and_start(self.pid)
+        found = _state_and_start(self.pid) if self.boot in ("", boot_id()) else None
         return found is not None and found[0] not in "ZX" and found[1] == self.start_ticks
 
 
 def identify(pid: int) -> ProcessIdentity | None:
     """Return the identity of a process; None when there is none with this pid."""
     found = _state_and_start(pid)
-    return ProcessIdentity(pid, found[1]) if found else None
+    return ProcessIdentity(pid, found[1], boot_id()) if found else None
 
 
 def own_identity() -> ProcessIdentity:

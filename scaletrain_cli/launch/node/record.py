@@ -51,6 +51,7 @@ class NodeRecord:
     ended: float | None = None
     exit_code: int | None = None
     first_failure: int | None = None  # the first rank that failed
+    agent_boot: str = ""  # of the machine: pids and start times come again after a reboot
 
     @property
     def name(self) -> str:
@@ -62,7 +63,7 @@ class NodeRecord:
         """The agent's process; valid only on the host of this record."""
         from scaletrain_cli.launch.node.processes import ProcessIdentity
 
-        return ProcessIdentity(self.agent_pid, self.agent_start_ticks)
+        return ProcessIdentity(self.agent_pid, self.agent_start_ticks, self.agent_boot)
 
 
 def write_node_record(run: RunDir, attempt: int, record: NodeRecord) -> None:

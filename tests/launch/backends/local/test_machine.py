@@ -10,6 +10,7 @@ from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end
 from scaletrain_cli.launch.backends.local import backend
 from scaletrain_cli.launch.backends.local.backend import write_supervisor
 from scaletrain_cli.launch.node.processes import ProcessIdentity, own_identity
+from scaletrain_cli.launch.node.record import NodeRecord, write_node_record
 from scaletrain_cli.launch.remove import plan_removal
 from scaletrain_cli.launch.resume import inspect_resume
 from scaletrain_cli.reasons import recorded
@@ -98,3 +99,14 @@ def test_an_end_from_before_the_supervisor_does_not_count(make_run: MakeRun, mon
     write_supervisor(made.run, GONE)  # of a resume
     OTHER.use(monkeypatch)
     assert LOCAL.job(made.run, made.record).state == "unknown"
+
+
+def test_a_process_with_the_pid_of_an_agent_of_an_earlier_boot_is_not_that_agent(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, me = make_run(), own_identity()
+    supervised(made, GONE, monkeypatch)
+    for boot, state in ((me.boot, "running"), ("b1", "ended")):
+        agent = NodeRecord("node-0000-a", "a", 0, me.pid, me.start_ticks, 0.0, agent_boot=boot)
+        write_node_record(made.run, 1, agent)
+        assert LOCAL.job(made.run, made.record).state == state
