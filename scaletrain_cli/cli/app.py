@@ -188,10 +188,11 @@ class CommandLine:
         return [shlex.quote(word) for word in (*self.verb, *self.rest)]
 
     def with_word(self, given: str, word: str) -> list[str]:
-        """Return ``quoted`` with ``word``, which is quoted, in place of the argument ``given``."""
-        place = next(place for place, each in enumerate(self.rest) if each == given or Path(each) == Path(given))
+        """Return ``quoted`` with ``word``, which is quoted, in place of ``given``, an argument or that of --spec."""
+        joined = [each.rpartition("--spec=") for each in self.rest]  # of `drill`
+        place = next(place for place, (*_, each) in enumerate(joined) if each == given or Path(each) == Path(given))
         words = self.quoted
-        words[len(self.verb) + place] = word
+        words[len(self.verb) + place] = joined[place][1] + word
         return words
 
     def with_option(self, names: Sequence[str], value: str) -> list[str]:

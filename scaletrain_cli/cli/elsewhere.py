@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.rundir.record import RunRecord
 
-_WITH_SPEC = ("submit", "rehearse", "validate", "preflight")
+_WITH_SPEC = ("submit", "rehearse", "validate", "preflight", "drill")
 _WITH_CLUSTER = ("list", "nodes", "recover", "status")  # without a run
 _OF_RUNS = (
     *("status", "watch", "diagnose", "profile", "report", "explain", "logs", "events", "notify", "checkpoint"),

@@ -68,11 +68,13 @@ def _with_spec(cluster: Cluster, line: CommandLine) -> int | None:
     from scaletrain_cli.spec.loading import spec_text
 
     file = line.params.get("spec")
-    if file is None:
-        return None  # its own parser reports that
+    if file is None:  # the default of `drill`; else the parser of the verb reports that
+        drills_there = line.verb == ("drill",) and line.params.get("cluster") is not None
+        return _with_bundle(cluster, line, new_run_id("drill", time.time())) if drills_there else None
     if line.params.get("plot") is not None:
         raise UsageError(Reason("login_node.no-plot"))
-    overrides = line.params.get("overrides") or ()
+    given = line.params.get("scheduler")
+    overrides = [*(line.params.get("overrides") or ()), *([f"cluster.scheduler={given}"] if given else [])]
     spec = load_spec(file, overrides, cluster=cluster.name if cluster.above else None)
     if spec.cluster.scheduler != cluster.entries.get("scheduler", spec.cluster.scheduler):
         return None

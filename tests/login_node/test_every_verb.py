@@ -78,6 +78,18 @@ def test_a_verb_that_needs_no_run_is_sent_to_the_cluster_that_it_names(words: li
     assert scripts == []
 
 
+@pytest.mark.parametrize("spec", [[], ["--spec", str(SMALL)], [f"--spec={SMALL}"]], ids=str)
+def test_a_drill_injects_its_faults_on_the_cluster_that_it_names(spec: list[str], scripts: list[str]) -> None:
+    assert run_on_login_node(["drill", "sigterm", "--cluster", "site", "--yes", *spec]) == 7
+    words = scripts.pop().splitlines()[-1].partition(" drill ")[2].split()
+    assert words[:4] == ["sigterm", "--cluster", "site", "--yes"]
+    assert all(str(SMALL) not in word for word in words), "it reads the file that was sent"
+    assert ("--spec" in " ".join(words)) == bool(spec)
+    for elsewhere in (["--cluster", "here"], ["--cluster", "site", "--scheduler", "slurm"] if spec else []):
+        assert run_on_login_node(["drill", "sigterm", *spec, *elsewhere]) is None
+    assert scripts == []
+
+
 @pytest.mark.usefixtures("scripts")
 def test_a_list_of_this_machine_says_how_to_see_that_of_a_cluster() -> None:
     for words in (["list"], ["nodes", "list"]):
