@@ -7,7 +7,7 @@ far as enough nodes remain.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,16 +125,20 @@ def exclusion(
 
 
 def next_exclusion(
-    run: RunDir, usable: Callable[[], Collection[str]], needed: int, pinned: Collection[str] = ()
+    run: RunDir, nodes: Callable[[], Mapping[str, bool]], needed: int, pinned: Collection[str] = ()
 ) -> Exclusion:
     """Return the exclusion of the bad nodes of a run's root; none, with the reason, if the scheduler does not answer.
 
-    ``usable`` asks the scheduler; it is called only if there are bad nodes. The rest as for exclusion().
+    ``nodes`` asks the scheduler for its nodes, and whether the job may use each now; it is called only if there are bad
+    nodes. Those of other clusters and of machines are left out: Slurm refuses a job that excludes an unknown name. The
+    rest as for exclusion().
     """
     if not (bad := read_bad_nodes(run.path.parent, time.time())):
         return Exclusion()
     try:
-        return exclusion(bad, usable=usable(), needed=needed, pinned=pinned)
+        known = nodes()
     except SchedulerError as error:
         spared = tuple(sorted(node.node for node in bad))
         return Exclusion(spared=spared, reason=error.reason or recorded(error.message))
+    usable = [name for name, is_usable in known.items() if is_usable]
+    return exclusion([node for node in bad if node.node in known], usable=usable, needed=needed, pinned=pinned)

@@ -9,11 +9,11 @@ from scaletrain_cli.launch.attempts import begin_attempt, read_attempts
 from scaletrain_cli.launch.backends.slurm import job, site
 from scaletrain_cli.launch.backends.slurm.job import time_is_up
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, usable_nodes
+from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, nodes_of
 from scaletrain_cli.launch.node.record import write_node_record
 from scaletrain_cli.launch.restart import conclude_attempt
 from scaletrain_cli.reasons import recorded
-from scaletrain_cli.rundir.bad_nodes import BadNode, exclusion, read_bad_nodes, remember_bad_nodes
+from scaletrain_cli.rundir.bad_nodes import BadNode, Exclusion, exclusion, read_bad_nodes, remember_bad_nodes
 from scaletrain_cli.worker.failures import Failure, write_failure
 from scaletrain_cli.worker.position import RankView
 from tests.launch.conftest import MadeRun, MakeRun, make_spec
@@ -71,9 +71,14 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "call_slurm", call)
 
 
+def usable_nodes(*settings: str) -> set[str]:
+    found = nodes_of(make_spec("cluster.scheduler=slurm", *settings).cluster)
+    return {name for name, is_usable in found.items() if is_usable}
+
+
 @pytest.mark.usefixtures("slurm")
 def test_usable_nodes_are_those_on_which_slurm_would_start_a_job_of_the_partition() -> None:
-    assert usable_nodes(make_spec("cluster.scheduler=slurm").cluster) == {"n1", "n2", "n5"}
+    assert usable_nodes() == {"n1", "n2", "n5"}
 
 
 @pytest.mark.usefixtures("slurm")
@@ -91,7 +96,7 @@ def test_usable_nodes_are_those_on_which_slurm_would_start_a_job_of_the_partitio
 )
 def test_nodes_that_the_job_may_not_have_do_not_count_as_a_replacement(setting: str, usable: set[str]) -> None:
     """Else Slurm holds a job of which it has excluded a node that no other one can replace."""
-    assert usable_nodes(make_spec("cluster.scheduler=slurm", f"cluster.slurm.{setting}").cluster) == usable
+    assert usable_nodes(f"cluster.slurm.{setting}") == usable
 
 
 @pytest.mark.usefixtures("slurm")
@@ -103,6 +108,26 @@ def test_nodes_that_the_user_excludes_are_merged_with_bad_nodes(make_run: MakeRu
     option = exclude_option(made.record.spec, excluded)
     assert option == "n5,n2"
     assert "exclude=n5,n2" in list(sbatch_options(made.record.spec, "run", option))
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_bad_node_that_slurm_does_not_know_is_not_excluded(make_run: MakeRun) -> None:
+    """Slurm refuses such a job: the node was renamed, or is of another cluster or a machine that shares the root."""
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=1")
+    remember_bad_nodes(made.run.path.parent, bad("laptop", "n2", "n3"), now=1.0)
+    excluded = exclusion_for(made.run, made.record.spec)
+    assert (excluded.nodes, excluded.spared) == (("n2", "n3"), ())
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_job_that_excludes_nothing_forgets_what_the_job_before_it_has_excluded(make_run: MakeRun) -> None:
+    """Else a node that fails again later counts as excluded by this job, and gets the next attempt."""
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=1")
+    site.record_exclusion(made.run, Exclusion(("n2",)))
+    site.record_exclusion(made.run, exclusion_for(made.run, made.record.spec))
+    assert site.last_exclusion(made.run) == ()
+    site.record_exclusion(made.run, Exclusion())
+    assert len(made.events("nodes-excluded")) == 2
 
 
 @pytest.mark.usefixtures("slurm")

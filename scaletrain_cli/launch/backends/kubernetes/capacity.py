@@ -344,11 +344,11 @@ def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> E
     cluster = spec.cluster
     wanted = {} if cluster.gpu == "cpu" else {cluster.kubernetes.gpu_resource: cluster.gpus_per_node}
 
-    def usable() -> set[str]:
-        nodes = reach().find(kinds.NODE, "")
-        return {node["metadata"]["name"] for node in nodes if not misfits(node, wanted, {}, None)}
+    def nodes() -> dict[str, bool]:
+        found = reach().find(kinds.NODE, "")
+        return {node["metadata"]["name"]: not misfits(node, wanted, {}, None) for node in found}
 
-    return next_exclusion(run, usable, cluster.nodes)
+    return next_exclusion(run, nodes, cluster.nodes)
 
 
 def misfits(

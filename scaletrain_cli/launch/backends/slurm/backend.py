@@ -166,8 +166,7 @@ class SlurmBackend(Backend):
             return submitted
         excluded = exclusion_for(run, record.spec)
         job_id = submit_job(run, record, self._script(run, record, excluded))
-        if excluded.nodes or excluded.spared:
-            record_exclusion(run, excluded)
+        record_exclusion(run, excluded)
         return job_id
 
     def require_array(self, specs: Sequence[RunSpec]) -> None:
@@ -193,9 +192,8 @@ class SlurmBackend(Backend):
         for run, one in runs:
             replace_file(run.path / "job.sh", self._script(run, one, excluded))
         job_ids = submit_array(self._array(sweep, runs, cap, exclude_option(record.spec, excluded)))
-        if excluded.nodes or excluded.spared:
-            for run, _ in runs:
-                record_exclusion(run, excluded)
+        for run, _ in runs:
+            record_exclusion(run, excluded)
         return job_ids
 
     def preparation_cores(self, cluster: ClusterSpec) -> int:

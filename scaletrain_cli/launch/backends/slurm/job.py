@@ -405,8 +405,7 @@ def _end_by_limit(job_id: str) -> float | None:
 def _changes(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield what must change in the requeued job: its excluded nodes, if others than before, and when it may begin."""
     excluded, before = exclusion_for(run, record.spec), last_exclusion(run)
-    if excluded.spared or excluded.nodes != before:
-        record_exclusion(run, excluded)
+    record_exclusion(run, excluded)
     if excluded.nodes != before:  # else a user may have set them
         yield f"ExcNodeList={exclude_option(record.spec, excluded) or ''}"
     # In a reservation that is about to end, Slurm would start the job again at once.

@@ -271,13 +271,13 @@ def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
     """
     slurm, given = spec.cluster.slurm, spec.cluster.node_range
     needed = (spec.cluster.nodes if given is None else given.min) + spec.cluster.spare_nodes
-    left_out, pinned = tables.node_names(slurm.exclude or ""), tables.node_names(slurm.nodelist or "")
-    return next_exclusion(run, lambda: usable_nodes(spec.cluster).difference(left_out), needed, pinned)
+    return next_exclusion(run, lambda: nodes_of(spec.cluster), needed, tables.node_names(slurm.nodelist or ""))
 
 
 def record_exclusion(run: RunDir, excluded: Exclusion) -> None:
-    """Record in the run's events which nodes the next attempt excludes, and which it cannot exclude."""
-    record_event(run, "nodes-excluded", **excluded.to_event())
+    """Record in the run's events which nodes the next attempt excludes, if others than before, or cannot exclude."""
+    if excluded.spared or excluded.nodes != last_exclusion(run):
+        record_event(run, "nodes-excluded", **excluded.to_event())
 
 
 def last_exclusion(run: RunDir) -> tuple[str, ...]:
@@ -291,30 +291,33 @@ def exclude_option(spec: RunSpec, excluded: Exclusion) -> str | None:
     return ",".join([*([spec.cluster.slurm.exclude] if spec.cluster.slurm.exclude else []), *excluded.nodes]) or None
 
 
-def usable_nodes(cluster: ClusterSpec) -> set[str]:
-    """Return the usable nodes of the job's partition, or of the default one, busy or not, that Slurm may give the job.
+def nodes_of(cluster: ClusterSpec) -> dict[str, bool]:
+    """Return the nodes of the job's partition, or of all, and whether the job may use each now, whether busy or not.
 
-    They have its GPUs and the features of its constraint, and are in its reservation if that names its nodes. Slurm
-    holds a job that is left with too few of them (BadConstraints).
+    A usable one is in the job's partition, or in the default one. It has its GPUs and the features of its constraint,
+    is not left out by ``exclude``, and is in its reservation if that names its nodes. Slurm holds a job that is left
+    with too few of them (BadConstraints).
     """
-    partition, reservation = cluster.slurm.partition, cluster.slurm.reservation
-    chosen = [f"--partition={partition}"] if partition else []
+    slurm, inside = cluster.slurm, None
+    if slurm.reservation is not None:
+        shown = tables.reservations(call_slurm(["scontrol", "--oneliner", "show", "reservation"]).stdout)
+        own = [one for one in shown if one.name in slurm.reservation.split(",")]  # none if the site hides it
+        inside = None if any(one.is_flexible for one in own) else {name for one in own for name in one.nodes} or None
+    chosen = [f"--partition={slurm.partition}"] if slurm.partition else []
     answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t|%P|%G|%f", *chosen])
-    rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 4]
-    found = {
-        name
-        for name, state, of, gres, features in rows
-        if tables.is_usable(state)
-        and (partition or of.endswith("*"))
-        and has_gpus(cluster, tables.gpus(gres))
-        and tables.may_satisfy(features.split(","), cluster.slurm.constraint or "")
-    }
-    if reservation is None:
-        return found
-    shown = tables.reservations(call_slurm(["scontrol", "--oneliner", "show", "reservation"]).stdout)
-    own = [one for one in shown if one.name in reservation.split(",")]  # none if the site hides it
-    is_bound = bool(own) and not any(one.is_flexible for one in own)
-    return {name for one in own for name in one.nodes if name in found} if is_bound else found
+    left_out, found = tables.node_names(slurm.exclude or ""), dict[str, bool]()
+    for name, state, of, gres, features in (
+        line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 4
+    ):
+        found[name] = found.get(name, False) or (
+            tables.is_usable(state)
+            and (slurm.partition is not None or of.endswith("*"))
+            and has_gpus(cluster, tables.gpus(gres))
+            and tables.may_satisfy(features.split(","), slurm.constraint or "")
+            and name not in left_out
+            and (inside is None or name in inside)
+        )
+    return found
 
 
 # The types of the GPUs of nodes, and whether a node has the GPUs that a job requests.

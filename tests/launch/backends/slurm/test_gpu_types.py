@@ -8,7 +8,7 @@ from scaletrain_cli.errors import SpecError
 from scaletrain_cli.launch.backends.slurm import site as site_module
 from scaletrain_cli.launch.backends.slurm.preflight import check_site
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
-from scaletrain_cli.launch.backends.slurm.site import Site, cores_per_gpu, type_of_accelerator, usable_nodes
+from scaletrain_cli.launch.backends.slurm.site import Site, cores_per_gpu, nodes_of, type_of_accelerator
 from scaletrain_cli.launch.backends.slurm.tables import Limit, nodes, partitions
 from tests.launch.backends.slurm.test_preflight import SILENT, ask
 from tests.launch.conftest import make_spec
@@ -197,5 +197,5 @@ def test_only_nodes_with_the_requested_gpus_are_left_without_bad_ones(monkeypatc
     answer = type("Answer", (), {"stdout": "\n".join(f"{row}|(null)" for row in rows)})
     monkeypatch.setattr(site_module, "call_slurm", lambda command: answer)
     typed = ask("cluster.slurm.partition=mixed", "cluster.slurm.gres_type=h100", gpus=4)
-    assert usable_nodes(typed.cluster) == {"h1", "h2"}
-    assert usable_nodes(ask("cluster.slurm.partition=mixed", gpus=8).cluster) == {"h1", "h2"}
+    for cluster in (typed.cluster, ask("cluster.slurm.partition=mixed", gpus=8).cluster):
+        assert nodes_of(cluster) == {"h1": True, "h2": True, "a1": False, "c1": False}
