@@ -57,6 +57,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import listed
+from scaletrain_cli.unexpected import known_error
 from scaletrain_cli.worker.failures import read_failures
 
 logger = logging.getLogger(__name__)
@@ -101,16 +102,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if stop_reason is not None:  # Slurm is ending the job, and may still requeue it
             return withdraw_restart(run, options.attempt, stop_reason, left_to_scheduler=True).exit_code
         return conclude_run(run, withdraw_restart(run, options.attempt, _NOT_REQUEUED))
-    except ScaletrainError as error:
-        logger.error("%s", error)
-        return error.exit_code
-    except OSError as error:
-        if not is_full(error):
-            raise
-        logger.error("%s; no attempt follows, because none could write to the run directory", error)
+    except (ScaletrainError, OSError) as error:
+        found, full = known_error(error, options.word), is_full(error)
+        then = "; no attempt follows, because none could write to the run directory" if full else ""
+        logger.error("%s%s", found, then)
         if options.word == "end":
-            print("stop")
-        return ExitCode.DO_NOT_REQUEUE
+            # What fails the file system often fails the attempt, too. The next start of the job records the end.
+            is_outage = not full and stop_reason is None and found.exit_code == ExitCode.CRASHED
+            print("requeue" if is_outage else "stop")
+        return ExitCode.DO_NOT_REQUEUE if full else found.exit_code
 
 
 def _still_runs(environment: Mapping[str, str]) -> bool:

@@ -1,7 +1,9 @@
 """The records that the batch script makes at the begin and end of an attempt, without Slurm."""
 
+import errno
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +14,7 @@ from scaletrain_cli.launch.backends.slurm.job import begin, main, time_is_up, wa
 from scaletrain_cli.launch.backends.slurm.tables import moment, records
 from scaletrain_cli.launch.node.record import write_node_record
 from scaletrain_cli.reasons import recorded
+from scaletrain_cli.rundir.documents import DamagedError, UnreadableError
 from tests.launch.backends.slurm.test_elastic_job import Slurm
 from tests.launch.conftest import MadeRun, MakeRun
 from tests.launch.test_attempts import node, rank
@@ -108,6 +111,35 @@ def test_a_requeue_that_slurm_refuses_ends_the_run(made: MadeRun, capfd: pytest.
     assert not attempt.decision.requeue
     assert "Slurm did not requeue" in made.events("stopped")[-1]["why"]
     assert "`scaletrain resume`" in made.events("stopped")[-1]["why"]
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "word", "code"),
+    [
+        (OSError(errno.ESTALE, "Stale file handle"), (), "requeue", 1),
+        (UnreadableError("attempt.json cannot be read: Input/output error."), (), "requeue", 1),
+        (OSError(errno.ESTALE, "Stale file handle"), ("--ended-by-slurm",), "stop", 1),  # its owner may have deleted it
+        (OSError(errno.ENOSPC, "No space left on device"), (), "stop", 93),
+        (DamagedError("attempt.json is damaged."), (), "stop", 2),
+    ],
+)
+def test_an_outage_of_the_file_system_at_the_end_of_an_attempt_requeues_the_job(
+    made: MadeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: Exception,
+    options: tuple[str, ...],
+    word: str,
+    code: int,
+) -> None:
+    say(made, "begin")
+    capfd.readouterr()
+    with monkeypatch.context() as outage:
+        outage.setattr(job, "conclude_attempt", Mock(side_effect=error))
+        assert say(made, "end", "--attempt=1", "--srun-exit-code=1", *options) == code
+    assert capfd.readouterr().out == f"{word}\n"
+    say(made, "begin")
+    assert read_attempt(made.run, 1).ended is not None, "the next start of the job has recorded it"
 
 
 HEALTHY = {
