@@ -142,10 +142,9 @@ def test_bad_nodes_are_excluded_while_the_smallest_size_of_a_range_remains(make_
 @pytest.mark.usefixtures("slurm")
 def test_a_warning_before_the_time_limit_makes_the_end_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make_spec("cluster.scheduler=slurm", "cluster.grace_seconds=120").cluster
-    for environment, end in (
-        ({"SLURM_JOB_END_TIME": "5000"}, 5000.0),
-        ({}, time.mktime(time.strptime("2026-01-03T03:34:05", "%Y-%m-%dT%H:%M:%S"))),
-    ):
+    end = time.mktime(time.strptime("2026-01-03T03:34:05", "%Y-%m-%dT%H:%M:%S"))
+    extended = {"SLURM_JOB_END_TIME": f"{end - 3600:.0f}"}  # when the job started; its administrator has added an hour
+    for environment in ({"SLURM_JOB_END_TIME": f"{end:.0f}"}, {}, extended):
         for left, is_up in ((120, True), (600, False)):
             monkeypatch.setattr(time, "time", lambda now=end - left: now)
             assert time_is_up("7", cluster, environment) == is_up

@@ -366,10 +366,12 @@ def watch_reservation(cluster: ClusterSpec, environment: Mapping[str, str]) -> i
 def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str], seconds: float = 0.0) -> bool:
     """Return whether the job ends, or would within ``seconds``, at its time limit or the end of its reservation.
 
-    SLURM_JOB_END_TIME exists since Slurm 23.02.
+    SLURM_JOB_END_TIME exists since Slurm 23.02, and stays as it is when an administrator extends the limit.
     """
     stated = environment.get("SLURM_JOB_END_TIME", "")
-    limit = float(stated) if stated.isdigit() else _end_by_limit(job_id)
+    limit = float(stated) if stated.isdigit() else None
+    if limit is None or _is_near(limit - seconds, cluster):
+        limit = _end_by_limit(job_id) or limit
     ends = (limit, _end_of_reservation(environment))
     return any(end is not None and _is_near(end - seconds, cluster) for end in ends)
 
@@ -395,7 +397,8 @@ def _end_by_limit(job_id: str) -> float | None:
     """Return the Unix time of the limit. squeue's own end time is now for a job that is being cancelled."""
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%S|%l"]
     try:
-        start, _, limit = call_slurm(command, accept=("Invalid job id",)).stdout.strip().partition("|")
+        answer = call_slurm(command, accept=("Invalid job id",), seconds=_PROMPT_SECONDS)
+        start, _, limit = answer.stdout.strip().partition("|")
     except SchedulerError:
         return None
     began, lasts = moment(start), limit_seconds(limit)  # None for N/A and UNLIMITED
