@@ -62,15 +62,24 @@ def read_content(path: Path) -> bytes | None:
     """Return the content of a file; None if it is missing. Raises DamagedError, also for a very large file."""
     with reporting_damage(path):
         try:
-            with open_to_read(path) as file:
-                size = os.fstat(file.fileno()).st_size  # also of a sparse file, whose zeros would fill the memory
-                if size > LARGEST_BYTES:
-                    raise ValueError(f"it has {size:,} bytes, more than {LARGEST_BYTES:,}")
-                return file.read(LARGEST_BYTES)
+            try:
+                return _whole(path)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                return _whole(path)  # over NFS: another host has replaced it between the open and the read
         except (FileNotFoundError, NotADirectoryError):
             if os.path.lexists(path) and not path.is_file():  # a file that is there now was written after the attempt
                 raise ValueError("it is not a regular file") from None
             return None
+
+
+def _whole(path: Path) -> bytes:
+    with open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size  # also of a sparse file, whose zeros would fill the memory
+        if size > LARGEST_BYTES:
+            raise ValueError(f"it has {size:,} bytes, more than {LARGEST_BYTES:,}")
+        return file.read(LARGEST_BYTES)
 
 
 def read_document(path: Path, schema: str = "") -> dict[str, Any] | None:

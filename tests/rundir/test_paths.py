@@ -4,13 +4,14 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import pytest
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.node.record import is_announced
-from scaletrain_cli.rundir.documents import DamagedError, read_document, write_document
+from scaletrain_cli.rundir import documents
+from scaletrain_cli.rundir.documents import DamagedError, UnreadableError, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
 from scaletrain_cli.rundir.record import read_record
 
@@ -90,6 +91,26 @@ def test_a_file_system_that_fails_for_a_moment_ends_no_agent_that_looks_for_a_re
         found = run.is_cancelled, is_announced(run, 1, "failed")
     assert found == (False, False)
     assert run.is_cancelled
+
+
+def test_a_document_that_another_host_replaces_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system has then removed the file that is open, and answers ESTALE."""
+    path, read = tmp_path / "attempt.json", documents.open_to_read
+    write_document(path, {"n": 1})
+    errors = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def open_to_read(path: Path) -> BinaryIO:
+        if errors:
+            raise errors.pop()
+        return read(path)
+
+    monkeypatch.setattr(documents, "open_to_read", open_to_read)
+    assert read_document(path) == {"n": 1}
+    errors += [OSError(errno.ESTALE, "Stale file handle")] * 2
+    with pytest.raises(UnreadableError, match="Stale file handle"):
+        read_document(path)
 
 
 def test_a_document_is_replaced_atomically(tmp_path: Path) -> None:
