@@ -3,11 +3,12 @@
 And wait for the end of a run that this process has submitted, which is cancelled at a timeout.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.run_status import OVER, RunStatus
@@ -77,9 +78,10 @@ def wait_for_end(
         while True:
             status = run_status(run, scheduler)
             on_status(status)
-            # Its processes and its job end a moment later; they must not overlap with those of the next run.
-            if is_over(run, status) and not scheduler.job(run, record).is_active:
-                return status
+            with contextlib.suppress(SchedulerError):  # asked again: it is down for a moment
+                # Its processes and its job end a moment later; they must not overlap with those of the next run.
+                if is_over(run, status) and not scheduler.job(run, record).is_active:
+                    return status
             if time.monotonic() > deadline:
                 if cancelled:
                     return status

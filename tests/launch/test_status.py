@@ -7,6 +7,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
+from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.job import Job, JobState
 from scaletrain_cli.launch.resume import inspect_resume
@@ -173,6 +174,23 @@ def test_the_scheduler_is_not_queried_for_a_finished_run(made: MadeRun) -> None:
     attempt(made, 0, "done")
     found = run_status(made.run, NotToBeAsked())
     assert (found.state, found.job_id) == ("finished", "job-1")
+
+
+def test_a_scheduler_that_is_down_for_a_moment_does_not_end_the_wait_for_a_run(made: MadeRun) -> None:
+    """As of a drill, which is one of many that run for hours."""
+    answers = [SchedulerError("squeue did not answer."), Job("7", "ending"), Job("7", "ended")]
+
+    class Restarting(Cluster):
+        def job(self, run: RunDir, record: RunRecord) -> Job:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    submit_run(made.run, made.record, Cluster())
+    attempt(made, 0, "done")
+    assert wait_for_end(made.run, Restarting(), 1200.0, lambda status: None).state == "finished"
+    assert answers == []
 
 
 def test_each_figure_is_taken_from_the_latest_line_that_has_it(made: MadeRun) -> None:
