@@ -93,16 +93,16 @@ sys.exit(job.main())
 """
 
 
-def test_a_job_that_fails_by_a_bug_tells_it_and_keeps_no_secret(
+def test_a_job_that_fails_by_a_bug_sends_a_notification_and_keeps_no_secret(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN", "hidden")
     monkeypatch.setenv("SCALETRAIN_TRACEBACK", "1")
-    made = make_run(*ONE_RANK, "secret_env=[TOKEN]", f"notify=[{{command: [tee, {tmp_path}/told]}}]")
+    made = make_run(*ONE_RANK, "secret_env=[TOKEN]", f"notify=[{{command: [tee, {tmp_path}/notification]}}]")
     assert made.run.secrets.exists()
     command = [sys.executable, "-c", FAILING_JOB, str(made.run.path), "--scheduler", "local", "--job-id", "17"]
     assert subprocess.run(command, capture_output=True, text=True).returncode == 1
     (stopped,) = made.events("stopped")
     assert (stopped["code"], stopped["exit_code"]) == ("node.job-failed", 1)
-    assert stopped["why"] in (tmp_path / "told").read_text()
+    assert stopped["why"] in (tmp_path / "notification").read_text()
     assert not made.run.secrets.exists()

@@ -205,7 +205,7 @@ def test_invalid_objectives_limits_and_gpus_are_usage_errors() -> None:
 
 
 def test_spare_nodes_are_a_part_of_the_gpus_that_a_job_may_have() -> None:
-    """Of 40 GPUs, 5 nodes, one is spare: 4 train."""
+    """A job with 40 GPUs has 5 nodes: 4 train, and 1 is spare."""
     spec = run(cluster__spare_nodes=1)
     sizing = size_cluster(spec, "time", max_gpus=40)
     row = chosen(sizing)
