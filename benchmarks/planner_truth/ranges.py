@@ -19,7 +19,15 @@ from typing import Any, Literal
 from planner_truth.evaluation import Judged, Outcome
 from planner_truth.table import Table
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
-from scaletrain_cli.plan.ranges import Quantiles, architecture_of, find_cell, regime_of, share_below, widened
+from scaletrain_cli.plan.ranges import (
+    Percentiles,
+    Quantiles,
+    architecture_of,
+    find_error,
+    regime_of,
+    share_below,
+    widened,
+)
 from scaletrain_cli.plan.result import Time
 
 Quantity = Literal["time", "memory"]
@@ -146,7 +154,7 @@ def _of_framework(seen: Sequence[Observation], apart: float) -> dict[str, Any]:
     }
 
 
-Predicted = tuple[Observation, Quantiles | None]
+Predicted = tuple[Observation, Percentiles | None]
 
 
 def best_spread(pairs: Sequence[Predicted]) -> tuple[float, Coverage]:
@@ -180,8 +188,7 @@ def kinds_left_out(seen: Sequence[Observation]) -> list[Predicted]:
                     continue
                 errors = {"apart": 0.0, "frameworks": {**known, **by_framework(rest)}}
                 for each in (each for each in own if getattr(each, kind) == value):
-                    cell = find_cell(errors, name, each.regime, each.hardware)
-                    found.append((each, None if cell is None else cell.quantiles))
+                    found.append((each, find_error(errors, name, each.regime, each.hardware)))
     return found
 
 
@@ -193,8 +200,8 @@ def left_out(seen: Sequence[Observation]) -> list[Predicted]:
         known = {"cells": _cells(others, {}), "runs": 0}
         for each in (each for each in seen if each.source == source):
             errors = {"apart": 0.0, "frameworks": {each.framework: known}}
-            cell = find_cell(errors, each.framework, each.regime, each.hardware)
-            found.append((each, None if cell is None or cell.near else cell.quantiles))
+            error = find_error(errors, each.framework, each.regime, each.hardware)
+            found.append((each, error if error and error.calibrated else None))
     return found
 
 
@@ -210,7 +217,7 @@ def coverage(pairs: Sequence[Predicted], spread: float) -> Coverage:
     return Coverage(rows, share, counted, len(pairs) - rows)
 
 
-def side(error: Quantiles, each: Observation) -> int:
+def side(error: Percentiles, each: Observation) -> int:
     """Return 0 if the range of a run contains what was measured, -1 if that is below, and 1 if it is above.
 
     The planned value is always inside.

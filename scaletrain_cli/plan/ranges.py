@@ -55,19 +55,7 @@ class Quantiles(NamedTuple):
     p90: float
 
 
-class Cell(NamedTuple):
-    """The error of the runs of one framework and regime. ``hardware``: an architecture; empty: all that were measured.
-
-    ``near``: runs of this kind were not measured, and these are the nearest ones.
-    """
-
-    quantiles: Quantiles
-    n: int
-    sources: tuple[str, ...]
-    framework: str
-    regime: str
-    hardware: str
-    near: bool = False
+Percentiles = Quantiles | MeasuredError
 
 
 def regime_of(spec: RunSpec, layout: Layout) -> str:
@@ -109,7 +97,7 @@ def architecture_of(device: Accelerator) -> str:
     return next((known for known in _GENERATIONS if known in name), name)
 
 
-def find_cell(errors: dict[str, Any], framework: str, regime: str, hardware: str) -> Cell | None:
+def find_error(errors: dict[str, Any], framework: str, regime: str, hardware: str) -> MeasuredError | None:
     """Return the error of runs of this kind, or of the nearest kind that was measured, wider; None if there is none.
 
     ``errors``: one quantity of errors.json. Of one framework and regime, the architecture itself counts before the
@@ -125,11 +113,12 @@ def find_cell(errors: dict[str, Any], framework: str, regime: str, hardware: str
         rows = [row for row in frameworks[name]["cells"] if row["regime"] == kind]
         if rows:
             row = min(rows, key=lambda row: _distance(row["hardware"], hardware))
-            near = (name, kind, row["hardware"]) != (framework, regime, hardware)
+            asked, measured = (framework, regime, hardware), (name, kind, row["hardware"])
             quantiles = Quantiles(row["p10"], row["p50"], row["p90"])
-            if near:
+            if measured != asked:
                 quantiles = widened(quantiles, errors["apart"])
-            return Cell(quantiles, row["n"], tuple(row["sources"]), name, kind, row["hardware"], near)
+            found = MeasuredError(measured == asked, *asked, "published runs", *measured, *quantiles)
+            return replace(found, n=row["n"], sources=tuple(row["sources"]))
     return None
 
 
@@ -143,7 +132,7 @@ def _distance(measured: str, hardware: str) -> float:
     return 9.0 if measured else 8.0
 
 
-def widened(error: Quantiles, spread: float) -> Quantiles:
+def widened(error: Percentiles, spread: float) -> Quantiles:
     """Return the percentiles with a shift of their own: its variance adds to theirs.
 
     ``spread``: of that shift, as the logarithm of a ratio at its 90th percentile. A negative one is subtracted: the
@@ -157,7 +146,7 @@ def widened(error: Quantiles, spread: float) -> Quantiles:
     return Quantiles(error.p50 * math.exp(-low), error.p50, error.p50 * math.exp(high))
 
 
-def step_range(time: Time, error: Quantiles) -> Range:
+def step_range(time: Time, error: Percentiles) -> Range:
     """Return the 10th and 90th percentile of the step seconds; the planned seconds are always inside."""
     lowest, highest = time.unstalled * error.p10 / 10, (time.unstalled + time.stall_seconds) * error.p90 * 10
 
@@ -171,7 +160,7 @@ def step_range(time: Time, error: Quantiles) -> Range:
     return Range(min(at(0.1), time.step), max(at(0.9), time.step))
 
 
-def share_below(time: Time, error: Quantiles, seconds: float) -> float:
+def share_below(time: Time, error: Percentiles, seconds: float) -> float:
     """Return the share of runs planned like this one whose steps take at most ``seconds``.
 
     The error is normal on each side of its median, in logarithms. A run that may stall is a mixture of one that does
@@ -182,7 +171,7 @@ def share_below(time: Time, error: Quantiles, seconds: float) -> float:
     return found + (chance * _share_below(seconds / (unstalled + time.stall_seconds), error) if chance else 0.0)
 
 
-def _share_below(ratio: float, error: Quantiles) -> float:
+def _share_below(ratio: float, error: Percentiles) -> float:
     apart = math.log(ratio / error.p50)
     width = math.log(error.p90 / error.p50) if apart > 0 else math.log(error.p50 / error.p10)
     return 0.5 * (1 + math.erf(apart / max(width, _SMALL) * _P90 / math.sqrt(2)))
@@ -199,22 +188,20 @@ def plan_ranges(
     calibration: Calibration | None,
 ) -> Ranges:
     """Return the ranges of a plan's figures. Days and dollars are in proportion to the seconds per step."""
-    framework, regime, hardware = spec.planner.framework, regime_of(spec, layout), architecture_of(device)
-    timed = find_cell(packaged_data(_ERRORS)["time"], framework, regime, hardware)
-    held = find_cell(packaged_data(_ERRORS)["memory"], framework, regime, hardware)
-    here = MeasuredError(False, framework, regime, hardware)
-    found = Ranges(_described(here, timed), _described(here, held))
+    kind = spec.planner.framework, regime_of(spec, layout), architecture_of(device)
+    timed, held = (find_error(packaged_data(_ERRORS)[quantity], *kind) for quantity in ("time", "memory"))
+    unknown = MeasuredError(False, *kind)
+    found = Ranges(_around_plan(timed or unknown), _around_plan(held or unknown))
     if calibration is not None:
         step = Range(*(time.step * each / calibration.factor for each in (calibration.low, calibration.high)))
-        found = replace(found, time=replace(here, calibrated=True, basis="own runs", n=calibration.runs, sources=()))
-        found = replace(found, time=replace(found.time, p10=step.p10 / time.step, p50=1.0, p90=step.p90 / time.step))
+        own = replace(unknown, calibrated=True, basis="own runs", n=calibration.runs)
+        found = replace(found, time=replace(own, p10=step.p10 / time.step, p90=step.p90 / time.step))
     elif timed is not None:
-        step = step_range(time, timed.quantiles)
+        step = step_range(time, timed)
     else:
         step = None
     if held is not None:
-        low, high = min(1.0, held.quantiles.p10), max(1.0, held.quantiles.p90)
-        found = replace(found, peak_bytes=Range(memory.peak * low, memory.peak * high))
+        found = replace(found, peak_bytes=Range(memory.peak * found.memory.p10, memory.peak * found.memory.p90))
     if step is None:
         return found
     low, high = step.p10 / time.step, step.p90 / time.step
@@ -242,24 +229,11 @@ def chance_within(plan: RunPlan, seconds: float | None, dollars: float | None) -
     shares = [limit / each for limit, each in zip((seconds, dollars), planned, strict=True) if limit and each]
     if not error.basis or not shares or planned[0] is None:
         return None
-    return share_below(plan.time, Quantiles(error.p10, error.p50, error.p90), min(shares) * plan.time.step)
+    return share_below(plan.time, error, min(shares) * plan.time.step)
 
 
-def _described(here: MeasuredError, cell: Cell | None) -> MeasuredError:
-    if cell is None:
-        return here
-    error = cell.quantiles
-    return replace(
-        here,
-        calibrated=not cell.near,
-        basis="published runs",
-        measured_framework=cell.framework,
-        measured_regime=cell.regime,
-        measured_hardware=cell.hardware,
-        p10=min(1.0, error.p10),
-        p50=error.p50,
-        p90=max(1.0, error.p90),
-        n=cell.n,
-        sources=cell.sources,
-        date=packaged_data(_ERRORS)["date"],
-    )
+def _around_plan(error: MeasuredError) -> MeasuredError:
+    """Return the error of published runs with percentiles between which the planned figure is."""
+    if not error.basis:
+        return error
+    return replace(error, p10=min(1.0, error.p10), p90=max(1.0, error.p90), date=packaged_data(_ERRORS)["date"])

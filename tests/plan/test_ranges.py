@@ -13,7 +13,7 @@ from scaletrain_cli.plan.ranges import (
     Quantiles,
     architecture_of,
     chance_within,
-    find_cell,
+    find_error,
     regime_of,
     share_below,
     step_range,
@@ -133,8 +133,9 @@ def test_the_architecture_counts_before_its_neighbors_and_these_before_all() -> 
     }
 
     def found(regime: str, hardware: str, framework: str = "fsdp") -> tuple[str, str, str, float, bool]:
-        cell = find_cell(errors, framework, regime, hardware)
-        return cell.framework, cell.regime, cell.hardware, cell.quantiles.p90, cell.near
+        error = find_error(errors, framework, regime, hardware)
+        measured = error.measured_framework, error.measured_regime, error.measured_hardware
+        return *measured, error.p90, not error.calibrated
 
     def wider(p90: float) -> float:
         return pytest.approx(math.exp(math.hypot(math.log(p90), 0.1)))
@@ -148,7 +149,7 @@ def test_the_architecture_counts_before_its_neighbors_and_these_before_all() -> 
     assert found("images", "hopper") == ("megatron", "images", "hopper", wider(1.4), True)
     assert found("sparse attention", "ampere") == ("fsdp", "usual sizes", "ampere", wider(1.3), True)
     assert found("usual sizes", "ampere", "megatron") == ("fsdp", "usual sizes", "ampere", wider(1.3), True)
-    assert find_cell(errors, "fsdp", "usual sizes", "cpu") is None
+    assert find_error(errors, "fsdp", "usual sizes", "cpu") is None
 
 
 @pytest.mark.parametrize("quantity", ["time", "memory"])
