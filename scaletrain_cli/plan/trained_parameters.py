@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
+from scaletrain_cli.plan.identity_cache import cached_by_identity
 from scaletrain_cli.plan.parameter import Parameter
 from scaletrain_cli.plan.parameters import has_adapter, model_parameters
 from scaletrain_cli.reasons import Reason
@@ -20,7 +21,6 @@ from scaletrain_cli.spec.training import OptimizerSpec, TrainableGroup
 
 _MOST_NEAR = 3  # names that an error suggests
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
-Value = TypeVar("Value")
 
 
 class Settings(NamedTuple):
@@ -40,19 +40,6 @@ class Phase(NamedTuple):
     first_step: int
     last_step: int
     settings: Mapping[str, Settings]
-
-
-class SameObject(Generic[Value]):
-    """A value as a cache key: compared by identity, because it is made once per run spec."""
-
-    def __init__(self, value: Value) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameObject) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 class Stage(NamedTuple):
@@ -77,18 +64,14 @@ class _Recipe(NamedTuple):
     steps: int
 
 
+@cached_by_identity
 def training_stages(spec: RunSpec) -> tuple[Stage, ...]:
     """Return the stages of a run, in order, from step 1 to the last one.
 
     Raises UsageError with all problems of ``training.trainable``.
     """
-    return _stages_of(SameObject(spec))
-
-
-@lru_cache(maxsize=16)
-def _stages_of(spec: SameObject[RunSpec]) -> tuple[Stage, ...]:
-    check_what_trains(spec.value)
-    return _stages(_recipe(spec.value))
+    check_what_trains(spec)
+    return _stages(_recipe(spec))
 
 
 def stages_of_run(spec: RunSpec) -> tuple[Stage | None, ...]:
@@ -132,14 +115,10 @@ def trained_ever(spec: RunSpec) -> frozenset[str]:
     return frozenset(name for stage in training_stages(spec) for name in stage.since)
 
 
+@cached_by_identity
 def trains_only_adapters(spec: RunSpec) -> bool:
     """Return True if no parameter of the model itself trains at any step of the run."""
-    return _trains_only_adapters(SameObject(training_stages(spec)))
-
-
-@lru_cache(maxsize=16)
-def _trains_only_adapters(stages: SameObject[tuple[Stage, ...]]) -> bool:
-    return all(is_adapter_parameter(name) for stage in stages.value for name in stage.since)
+    return all(map(is_adapter_parameter, trained_ever(spec)))
 
 
 def base_names(spec: RunSpec) -> frozenset[str]:

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import head_flops, parameter_count, training_flops_per_token
 from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backward_products, block_flops
+from scaletrain_cli.plan.identity_cache import cached_by_identity
 from scaletrain_cli.plan.parameter import EngineTensor, engine_tensors
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.stages import Stage
-from scaletrain_cli.plan.trained_parameters import SameObject, training_stages, trains_everything
 from scaletrain_cli.plan.trained_parameters import Stage as NamedStage
+from scaletrain_cli.plan.trained_parameters import training_stages, trains_everything
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Number of the optimizer's parameter group; None: frozen.
@@ -98,7 +99,7 @@ def trained_stages(spec: RunSpec) -> tuple[TrainedStage, ...]:
     """Return the stages of a run, from step 1 on. Raises UsageError with all problems of ``training.trainable``."""
     if trains_everything(spec):
         return (TrainedStage(1, spec.total_steps),)
-    return _converted(spec.transformer, SameObject(training_stages(spec)))
+    return _converted(spec.transformer, training_stages(spec))
 
 
 def stage_of_step(spec: RunSpec, step: int) -> TrainedStage:
@@ -106,9 +107,9 @@ def stage_of_step(spec: RunSpec, step: int) -> TrainedStage:
     return next(stage for stage in trained_stages(spec) if step <= stage.last_step)
 
 
-@lru_cache(maxsize=64)
-def _converted(model: ModelSpec, named: SameObject[tuple[NamedStage, ...]]) -> tuple[TrainedStage, ...]:
-    return tuple(trained_stage(model, stage) for stage in named.value)
+@cached_by_identity
+def _converted(model: ModelSpec, named: tuple[NamedStage, ...]) -> tuple[TrainedStage, ...]:
+    return tuple(trained_stage(model, stage) for stage in named)
 
 
 def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False) -> TrainedStage:

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.plan.identity_cache import cached_by_identity
 from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec
@@ -52,7 +53,8 @@ class Accelerator:
     @cached_property
     def cuda_capability(self) -> float:
         """CUDA compute capability, such as 9.0; 0 for other devices and for those described in a spec."""
-        return _capability(self.compute_capability)
+        text = self.compute_capability
+        return float(text) if re.fullmatch(r"\d+\.\d+", text) else 0.0
 
     def fuses_attention(self, precision: str, head_dim: int, grouped: bool) -> bool:
         """Return whether torch's scaled_dot_product_attention has a fused kernel, which stores no matrix of scores.
@@ -76,6 +78,7 @@ def accelerator_names() -> list[str]:
     return list(_catalogue())
 
 
+@cached_by_identity
 def find_accelerator(cluster: ClusterSpec) -> Accelerator:
     """Return the device that the cluster section names or describes. Raises UsageError for an unknown name."""
     wanted = cluster.gpu
@@ -144,7 +147,8 @@ def _host(name: str) -> dict[str, Any]:
 def _part_of(device: Accelerator, slices: int, gib: int) -> Accelerator:
     """Return a part of a GPU: an eighth of its multiprocessors for each compute slice, seven being the whole GPU."""
     compute = 1.0 if slices >= 7 else slices / 8
-    memory = _slice_bytes(device.memory_bytes, gib)
+    # 9,728 MiB of a 1g.10gb (NVIDIA's Multi-Instance GPU User Guide, of an A100).
+    memory = min(device.memory_bytes, round(0.95 * gib * 2**30))
     return replace(
         device,
         name=f"{device.name} {slices}g.{gib}gb",
@@ -157,23 +161,9 @@ def _part_of(device: Accelerator, slices: int, gib: int) -> Accelerator:
     )
 
 
-def _slice_bytes(whole: int, gib: int) -> int:
-    """Return the memory of a slice: 9,728 MiB of a 1g.10gb (NVIDIA's Multi-Instance GPU User Guide, of an A100)."""
-    return min(whole, round(0.95 * gib * 2**30))
-
-
 def _catalogue() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = packaged_data("plan/catalogue/hardware.json")["gpus"]
     return found
-
-
-def memory_bytes(cluster: ClusterSpec) -> int:
-    """Return the memory of the device in bytes, without building an Accelerator: the search calls it per layout."""
-    wanted = cluster.gpu
-    if isinstance(wanted, str):
-        whole = int(_catalogue()[full_name(wanted)]["memory_bytes"])
-        return whole if cluster.gpu_slice is None else _slice_bytes(whole, cluster.gpu_slice[1])
-    return wanted.memory
 
 
 def near_ranks(cluster: ClusterSpec) -> int:
@@ -187,16 +177,6 @@ def near_ranks(cluster: ClusterSpec) -> int:
         domain = _catalogue()[full_name(cluster.gpu)].get("nvlink_domain", 0) if isinstance(cluster.gpu, str) else 0
     nodes = max(1, domain // cluster.gpus_per_node)
     return cluster.gpus_per_node * (nodes if nodes >= cluster.nodes else 1 << (nodes.bit_length() - 1))
-
-
-def cuda_capability(cluster: ClusterSpec) -> float:
-    """Return the CUDA compute capability, such as 9.0; 0 for other devices and for those described in the spec."""
-    wanted = cluster.gpu
-    return _capability(_catalogue()[full_name(wanted)]["compute_capability"]) if isinstance(wanted, str) else 0.0
-
-
-def _capability(text: str) -> float:
-    return float(text) if re.fullmatch(r"\d+\.\d+", text) else 0.0
 
 
 def full_name(given: str) -> str:

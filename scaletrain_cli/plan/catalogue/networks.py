@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from scaletrain_cli.plan.catalogue.hardware import SLOWEST, Accelerator, near_ranks, unknown_name
+from scaletrain_cli.plan.identity_cache import cached_by_identity
 from scaletrain_cli.project_files import packaged_data
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import nearest_name
@@ -123,62 +124,37 @@ def network_names() -> list[str]:
     return list(packaged_data(_CATALOGUE)["networks"])
 
 
+@cached_by_identity
 def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
     """Return the links that the cluster section names or describes. Raises UsageError for an unknown network."""
-    measured, near = cluster.network_figures, near_ranks(cluster)
-    return _link(
-        cluster.network or device.network,
-        near,
-        near if near == cluster.gpus_per_node <= _LARGEST_NODE else _USUAL_NODE,
-        device.intra_node_bandwidth,
-        None if cluster.inter_node_bandwidth == "auto" else cluster.inter_node_bandwidth,
-        cluster.network_oversubscription,
-        (device.package, device.package_bandwidth),
-        (measured.all_reduce, measured.all_gather, measured.point_to_point, measured.latency, measured.message_latency),
-    )
-
-
-@cache
-def _link(
-    name: str,
-    per_node: int,
-    sharing: int,
-    inside: float,
-    given: float | None,
-    oversubscription: float,
-    package: tuple[int, float],
-    measured: tuple[float | None, ...],
-) -> Link:
-    """Return the links. ``package``: devices and bytes/s in one package.
-
-    ``measured``: shares of all-reduce, all-gather and send, latency, and that of a message; None: not measured.
-    """
+    name, measured, per_node = cluster.network or device.network, cluster.network_figures, near_ranks(cluster)
     if (row := packaged_data(_CATALOGUE)["networks"].get(name)) is None:
         near = nearest_name(name, network_names(), 0.3)
         code = "plan.unknown-link-similar" if near else "plan.unknown-link"
         raise unknown_name("cluster.network", "plan.unknown-network", name, code, network_names(), near)
-    reduce, gather, point, latency, message = measured
+    inside, given, latency = device.intra_node_bandwidth, cluster.inter_node_bandwidth, measured.latency
+    reduce, gather = measured.all_reduce, measured.all_gather
     near = next(link for link in packaged_data(_CATALOGUE)["inside"]["links"] if inside >= link["from"])
     return Link(
         name=name,
         per_node=per_node,
-        sharing=sharing,
+        sharing=per_node if per_node == cluster.gpus_per_node <= _LARGEST_NODE else _USUAL_NODE,
         inside=inside,
         inside_latency=near["latency"],
         inside_hop=near["hop"],
         inside_shares=(near["reduce"], near["gather"], near["point"]),
-        between=max(row["bandwidth"] if given is None else given, SLOWEST) / oversubscription,
+        between=max(row["bandwidth"] if given == "auto" else given, SLOWEST) / cluster.network_oversubscription,
         between_latency=row["latency"] if latency is None else latency,
         between_least=row.get("least", row["latency"]) if latency is None else latency,
-        message_latency=row["message"] if message is None else message,
-        point_share=point or row["point"],
+        message_latency=row["message"] if measured.message_latency is None else measured.message_latency,
+        point_share=measured.point_to_point or row["point"],
         # A measured share does not depend on the number of ranks.
         reduce_shares=_points({"2": reduce, "4": reduce} if reduce else row["reduce"]),
         gather_shares=_points({"2": gather, "4": gather} if gather else row["gather"]),
         stall_chance=row.get("stall", {}).get("chance", 0.0),
         stall_seconds=row.get("stall", {}).get("seconds", 0.0),
-        package=package[0],
-        in_package=package[1],
+        package=device.package,
+        in_package=device.package_bandwidth,
     )
 
 

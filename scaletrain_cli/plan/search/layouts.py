@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.plan.axes import Axes, Rule, divisors, nearest_divisors, offload_stage
-from scaletrain_cli.plan.catalogue.hardware import cuda_capability, memory_bytes
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.engine_support import capabilities
@@ -75,7 +75,7 @@ def build_layout(
     if offload is None:
         offload = "none" if spec.layout.offload == "auto" else spec.layout.offload
     tokens = micro_batch * -(-spec.units_per_sample // (axes.sequence * axes.context))
-    wanted = spec.layout.zero_shard_size or axes.shards
+    wanted, device_bytes = spec.layout.zero_shard_size or axes.shards, find_accelerator(spec.cluster).memory_bytes
     return Layout(
         world_size=spec.world_size,
         data_parallel=axes.data,
@@ -91,7 +91,7 @@ def build_layout(
         global_batch_size=spec.training.global_batch_size,
         activation_checkpointing=checkpointing,
         offload=offload,
-        cross_entropy=workload_of(spec.model).cross_entropy(spec, tokens, axes.tensor, memory_bytes(spec.cluster)),
+        cross_entropy=workload_of(spec.model).cross_entropy(spec, tokens, axes.tensor, device_bytes),
         compile=chosen_compile(spec),
         local_sgd_groups=spec.training.local_sgd.groups,
         # 0: over all ranks.
@@ -117,7 +117,7 @@ def chosen_compile(spec: RunSpec) -> bool:
         and framework_of(spec).compiles_blocks
         and spec.training.precision not in ("fp8", "fp4")
         and spec.total_steps >= _STEPS_WORTH_COMPILING
-        and cuda_capability(spec.cluster) >= _TRITON_CAPABILITY
+        and find_accelerator(spec.cluster).cuda_capability >= _TRITON_CAPABILITY
     )
 
 

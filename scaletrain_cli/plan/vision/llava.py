@@ -4,17 +4,17 @@ The language model is planned as if it were trained alone, on sequences that con
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.identity_cache import cached_by_identity
 from scaletrain_cli.plan.memory.engine_memory import activation_phases
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageMemory, Time
 from scaletrain_cli.plan.speed.step_time import trained_stage_time
-from scaletrain_cli.plan.trained_parameters import SameObject, Stage, count_trained, stages_of_run, trained_at
+from scaletrain_cli.plan.trained_parameters import Stage, count_trained, stages_of_run, trained_at
 from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stage
 from scaletrain_cli.plan.vision.memory import activation_bytes, memory_of_phases
 from scaletrain_cli.plan.vision.networks import llava_tower
@@ -50,14 +50,14 @@ def llava_parts(spec: RunSpec, stage: Stage | None) -> LlavaParts:
     whole = llava_tower(llava_model(spec))
     if stage is None:
         return LlavaParts(whole, TrainedStage(1, spec.total_steps))
-    return _parts(llava_model(spec), whole, SameObject(stage))
+    return _parts(llava_model(spec), whole, stage)
 
 
-@lru_cache(maxsize=64)
-def _parts(model: LlavaSpec, whole: VisionNetwork, key: SameObject[Stage]) -> LlavaParts:
-    images = trained_network(whole, model, key.value)
-    phases = tuple(phase._replace(settings=_of_language(phase.settings)) for phase in key.value.phases)
-    own = key.value._replace(phases=phases, since=_of_language(key.value.since))
+@cached_by_identity
+def _parts(model: LlavaSpec, whole: VisionNetwork, stage: Stage) -> LlavaParts:
+    images = trained_network(whole, model, stage)
+    phases = tuple(phase._replace(settings=_of_language(phase.settings)) for phase in stage.phases)
+    own = stage._replace(phases=phases, since=_of_language(stage.since))
     reached = any(block.training != "frozen" for block in images.blocks)
     return LlavaParts(images, trained_stage(model.text_config, own, reached=reached))
 

@@ -7,20 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+from scaletrain_cli.plan.identity_cache import cached_by_identity
 from scaletrain_cli.plan.memory.engine_states import states_of_tensors
 from scaletrain_cli.plan.memory.parameter_groups import Group, SharedGroup, StageTensors
 from scaletrain_cli.plan.memory.states import MASTER_BYTES, ModelStates
 from scaletrain_cli.plan.parameter import Parameter
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.trained_parameters import (
-    SameObject,
-    Stage,
-    count_trained,
-    decays,
-    training_stages,
-    trains_everything,
-)
+from scaletrain_cli.plan.trained_parameters import Stage, count_trained, decays, training_stages, trains_everything
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
 from scaletrain_cli.plan.vision.parameters import vision_buffers, vision_parameters
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
@@ -32,22 +26,20 @@ from scaletrain_cli.spec.vision_model import VisionSpec
 _Key = tuple[str, str, int]
 
 
+@cached_by_identity
 def trained_network(whole: VisionNetwork, model: VisionSpec | LlavaSpec, stage: Stage | None) -> VisionNetwork:
     """Return the network with the training of each block in a stage.
 
     A block of which any parameter trains counts as trained. In each tower, blocks before the first trained one are
     frozen, and through those after it gradients pass.
     """
-    return whole if stage is None else _trained(whole, model, SameObject(stage))
-
-
-@lru_cache(maxsize=64)
-def _trained(whole: VisionNetwork, model: VisionSpec | LlavaSpec, key: SameObject[Stage]) -> VisionNetwork:
+    if stage is None:
+        return whole
     trains: dict[_Key, bool] = {}
     for parameter in vision_parameters(model):
         place = "opening" if parameter.place == "embedding" else parameter.place
         at = parameter.tower, place, parameter.block or 0
-        trains[at] = trains.get(at, False) or parameter.name in key.value.since
+        trains[at] = trains.get(at, False) or parameter.name in stage.since
     blocks: list[Block] = []
     reached: set[str] = set()
     for run in whole.blocks:
@@ -99,7 +91,7 @@ def trained_tensors(spec: RunSpec, stage: Stage | None = None) -> StageTensors:
         return _everything(spec.model, spec.training.optimizer)
     if stage is None:
         stage = max(training_stages(spec), key=lambda each: count_trained(spec, each))
-    return _named(spec.model, SameObject(stage))
+    return _named(spec.model, stage)
 
 
 @lru_cache(maxsize=64)
@@ -119,10 +111,9 @@ def _has_limits(model: AnyModel, parameter: Parameter) -> bool:
     return isinstance(model, ClipSpec) and model.max_logit_scale is not None and parameter.name == "logit_scale"
 
 
-@lru_cache(maxsize=64)
-def _named(model: AnyModel, found: SameObject[Stage]) -> StageTensors:
+@cached_by_identity
+def _named(model: AnyModel, stage: Stage) -> StageTensors:
     """Return a group for each learning rate, weight decay and number of trained steps; what is frozen is one group."""
-    stage = found.value
     groups: dict[object, list[Parameter]] = {}
     frozen: list[Parameter] = []
     for parameter in model_parameters(model):
