@@ -5,7 +5,7 @@ The JSON is the stable contract `scaletrain.plan/v1`: keys are added, never rena
 
 import dataclasses
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from scaletrain_cli.reasons import Reason, reason_from
 
@@ -144,11 +144,11 @@ class Time:
     bubble: float
     optimizer: float
     data_wait: float
-    tokens_per_second: float
-    tokens_per_second_per_gpu: float
-    mfu: float
-    hfu: float
-    to_train: float
+    tokens_per_second: float = 0.0
+    tokens_per_second_per_gpu: float = 0.0
+    mfu: float = 0.0
+    hfu: float = 0.0
+    to_train: float = 0.0
     samples_per_second: float = 0.0
     recompute: float = 0.0
     by_stage: tuple[StageTime, ...] = ()
@@ -175,20 +175,6 @@ class Time:
         shortest step by as much as a stall takes.
         """
         return max(self.step, self.unstalled + self.stall_probability * self.stall_seconds)
-
-
-class StepSeconds(NamedTuple):
-    """Seconds per optimizer step, as in ``Time``, without rates."""
-
-    step: float
-    compute: float
-    exposed_communication: float
-    optimizer: float
-
-    @classmethod
-    def of(cls, time: Time) -> "StepSeconds":
-        """Return the seconds of a complete time."""
-        return cls(time.step, time.compute, time.exposed_communication, time.optimizer)
 
 
 @dataclass(frozen=True)

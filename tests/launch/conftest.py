@@ -87,7 +87,7 @@ def make_plan(spec: RunSpec) -> result.RunPlan:
         model=result.ModelSize(1, 1, 6.0),
         layout=result.Layout(**layout),  # type: ignore[arg-type]
         memory=result.Memory(**stage, capacity=2, fits=True, by_stage=(result.StageMemory(**stage),)),
-        time=result.Time(**{field.name: 1.0 for field in fields(result.Time) if field.default is MISSING}),
+        time=result.Time(*[1.0] * 11),
         network=result.Network(result.PerStepBytes(0, 0, 0, 0, 0)),
         durability=result.Durability(1, 1.0, 1, 1.0, 1.0, True),
         cost=result.Cost(None, recorded("none"), None, None, None),

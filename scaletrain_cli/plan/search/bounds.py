@@ -21,7 +21,7 @@ from scaletrain_cli.plan.axes import Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.peak import outside_bytes_of_axes
-from scaletrain_cli.plan.result import Layout, Memory, Network, StepSeconds, Time
+from scaletrain_cli.plan.result import Layout, Memory, Network, Time
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
 from scaletrain_cli.plan.stages import chunks_of_schedule
 from scaletrain_cli.plan.workloads.base import FullStage
@@ -264,7 +264,7 @@ class Bounds:
             seconds = self._known[key] = time.compute / _MANY, time.exposed_communication / _MANY
         return seconds
 
-    def _times(self, layout: Layout, counts: Sequence[int]) -> list[StepSeconds]:
+    def _times(self, layout: Layout, counts: Sequence[int]) -> list[Time]:
         """Return the times of steps of each of these numbers of micro-batches."""
         samples = layout.data_parallel * layout.micro_batch_size
         # A chunked loss is slower, and smaller micro-batches may not need it.

@@ -6,15 +6,14 @@ optimizer, waiting for data). The stage that finishes last decides.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, stated_rate
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import lighter_update_bytes
 from scaletrain_cli.plan.muon import muon_seconds, muon_sent_bytes
-from scaletrain_cli.plan.result import LIKELY, Layout, Network, PerStepBytes, StepSeconds, Time
+from scaletrain_cli.plan.result import LIKELY, Layout, Network, PerStepBytes, Time
 from scaletrain_cli.plan.speed.communication import (
     data_traffic,
     exposed,
@@ -79,16 +78,12 @@ def plan_times(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) ->
     return [mean_of_stages(spec, [stage.steps for stage in stages], found) for found in zip(*rows, strict=True)]
 
 
-def step_seconds(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
-    """Return the seconds of ``plan_times`` without rates and bytes, which take a third of the time to compute."""
+def step_seconds(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[Time]:
+    """Return the times of ``plan_times`` without rates and bytes, which take a third of the time to compute."""
     stages = trained_stages(spec)
     if len(stages) > 1:
-        return [StepSeconds.of(time) for time, _ in plan_times(spec, layouts, device)]
-    found = []
-    for setting, times in _micro_batches(spec, layouts, device, stages[0]):
-        stage = _step_of_stage(setting, times)
-        found.append(StepSeconds(stage.step + stage.waited, stage.compute, stage.communication, stage.optimizer))
-    return found
+        return [time for time, _ in plan_times(spec, layouts, device)]
+    return [_step_of_stage(*found)[0] for found in _micro_batches(spec, layouts, device, stages[0])]
 
 
 def mean_of_stages(spec: RunSpec, steps: Sequence[int], found: Sequence[tuple[Time, Network]]) -> tuple[Time, Network]:
@@ -114,25 +109,6 @@ def trained_stage_time(
     return _step_time(*next(_micro_batches(spec, [layout], device, trained)))
 
 
-class _StepOfStage(NamedTuple):
-    """Seconds of a step of the pipeline stage that finishes last, which is stage ``place``.
-
-    ``step`` is without ``waited``, the wait for data. ``stalled``: seconds that sends between nodes add if they stall,
-    with the probability ``stall_chance``. ``sent``: bytes that one rank sends to data-parallel ranks.
-    """
-
-    step: float
-    compute: float
-    communication: float
-    bubble: float
-    optimizer: float
-    waited: float
-    stalled: float
-    stall_chance: float
-    place: int
-    sent: int
-
-
 def _micro_batches(
     spec: RunSpec, layouts: Sequence[Layout], device: Accelerator, trained: TrainedStage
 ) -> Iterator[tuple[StepSetting, list[MicroBatchTime]]]:
@@ -146,7 +122,11 @@ def _micro_batches(
         yield setting._replace(layout=layout), stages
 
 
-def _step_of_stage(setting: StepSetting, stages: list[MicroBatchTime]) -> _StepOfStage:
+def _step_of_stage(setting: StepSetting, stages: list[MicroBatchTime]) -> tuple[Time, int, int]:
+    """Return the time of a step without rates, the place of the pipeline stage that finishes last, and what it sends.
+
+    That is, the bytes that one of its ranks sends to data-parallel ranks.
+    """
     spec, layout, link, profile = setting.spec, setting.layout, setting.link, setting.profile
     per_rank, trained = setting.per_rank, setting.trained
     m = layout.gradient_accumulation_steps
@@ -170,52 +150,48 @@ def _step_of_stage(setting: StepSetting, stages: list[MicroBatchTime]) -> _StepO
     chance = link.stall_probability(layout.world_size) if stalled else 0.0
     communication += stalled if chance > LIKELY else 0.0
     compute = schedule.busy - min(m * slowest.communication, schedule.busy)
-    optimizer = last.optimizer
-    step = compute + schedule.bubble + communication + optimizer
+    step = compute + schedule.bubble + communication + last.optimizer
     # Reading the tokens, minus the step, because loaders read ahead.
     size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
     read = size * layout.global_batch_size * (spec.units_per_sample + 1) / spec.cluster.nodes
-    return _StepOfStage(
-        step=step,
-        compute=compute,
-        communication=communication,
-        bubble=schedule.bubble,
-        optimizer=optimizer,
-        waited=max(0.0, read / stated_rate(spec.cluster.storage_bandwidth, _STORAGE_BANDWIDTH) - step),
-        stalled=stalled,
-        stall_chance=chance,
-        place=schedule.slowest,
-        sent=last.sent,
-    )
+    waited = max(0.0, read / stated_rate(spec.cluster.storage_bandwidth, _STORAGE_BANDWIDTH) - step)
+    time = Time(step + waited, compute, communication, schedule.bubble, last.optimizer, waited)
+    if chance:
+        time = replace(time, stall_probability=chance, stall_seconds=stalled)
+    return time, schedule.slowest, last.sent
 
 
 def _step_time(setting: StepSetting, stages: list[MicroBatchTime]) -> tuple[Time, Network]:
     spec, layout, device, *_, trained = setting
-    found = _step_of_stage(setting, stages)
-    step = found.step + found.waited
+    time, place, sent = _step_of_stage(setting, stages)
     tokens = layout.global_batch_size * spec.units_per_sample
     needed = tokens * stage_flops_per_token(spec.transformer, trained)
     executed = needed + tokens * recompute_flops_per_token(spec, layout, trained)
-    peak = layout.world_size * device.peak_flops(spec.training.precision)
-    time = Time(
-        step=step,
-        compute=found.compute,
-        exposed_communication=found.communication,
-        bubble=found.bubble,
-        optimizer=found.optimizer,
-        data_wait=found.waited,
-        tokens_per_second=tokens / step,
-        tokens_per_second_per_gpu=tokens / step / layout.world_size,
-        mfu=needed / step / peak,
+    time = replace(
+        with_rates(time, spec, layout, device, tokens, needed, executed),
+        recompute=layout.gradient_accumulation_steps * stages[place].recompute,
+        by_stage=tuple(stage.passes for stage in stages[:_MOST_STAGES]),
+    )
+    return time, Network(sent_bytes(spec, layout, setting.stages[place], sent))
+
+
+def with_rates(
+    time: Time, spec: RunSpec, layout: Layout, device: Accelerator, units: int, flops: float, executed: float
+) -> Time:
+    """Return the time of a step with the rates that follow from it.
+
+    ``units``: tokens, or samples, of a step; ``flops``: of the model in a step, ``executed``: with recomputed ones.
+    """
+    step, peak = time.step, layout.world_size * device.peak_flops(spec.training.precision)
+    return replace(
+        time,
+        tokens_per_second=units / step,
+        tokens_per_second_per_gpu=units / step / layout.world_size,
+        mfu=flops / step / peak,
         hfu=executed / step / peak,
         to_train=step * spec.total_steps,
         samples_per_second=layout.global_batch_size / step,
-        recompute=layout.gradient_accumulation_steps * stages[found.place].recompute,
-        by_stage=tuple(stage.passes for stage in stages[:_MOST_STAGES]),
-        stall_probability=found.stall_chance,
-        stall_seconds=found.stalled if found.stall_chance else 0.0,
     )
-    return time, Network(sent_bytes(spec, layout, setting.stages[found.place], found.sent))
 
 
 def stage_bytes(spec: RunSpec, layout: Layout, device: Accelerator, position: int) -> PerStepBytes:

@@ -17,6 +17,7 @@ from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
 from scaletrain_cli.plan.speed.communication import ring_share
 from scaletrain_cli.plan.speed.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
+from scaletrain_cli.plan.speed.step_time import with_rates
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.trained_parameters import Stage, count_trained
 from scaletrain_cli.plan.vision.image_feed import image_feed
@@ -218,24 +219,10 @@ def time_of_samples(
     busy = seconds.compute + seconds.exposed + seconds.optimizer
     # workers read ahead while the step runs
     waited = image_feed(spec, layout, busy).wait if decodes_images(spec) and not least else 0.0
-    step, samples = busy + waited, layout.global_batch_size
-    peak = layout.world_size * device.peak_flops(spec.training.precision)
-    return Time(
-        step=step,
-        compute=seconds.compute,
-        exposed_communication=seconds.exposed,
-        bubble=0.0,
-        optimizer=seconds.optimizer,
-        data_wait=waited,
-        tokens_per_second=samples / step,
-        tokens_per_second_per_gpu=samples / step / layout.world_size,
-        mfu=samples * flops / step / peak,
-        hfu=samples * (flops + seconds.repeated_flops) / step / peak,
-        to_train=step * spec.total_steps,
-        samples_per_second=samples / step,
-        recompute=seconds.recompute,
-        by_stage=seconds.by_stage,
-    )
+    time = Time(busy + waited, seconds.compute, seconds.exposed, 0.0, seconds.optimizer, waited)
+    time, samples = replace(time, recompute=seconds.recompute, by_stage=seconds.by_stage), layout.global_batch_size
+    executed = samples * (flops + seconds.repeated_flops)
+    return with_rates(time, spec, layout, device, samples, samples * flops, executed)
 
 
 def synchronizes_batch_norm(spec: RunSpec, layout: Layout) -> bool:

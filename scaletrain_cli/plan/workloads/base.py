@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 from scaletrain_cli.plan.axes import Axes, Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StepSeconds, Time, TrainingStage
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time, TrainingStage
 from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.plan.trained_parameters import stored_parameters
 from scaletrain_cli.reasons import Reason
@@ -83,10 +83,10 @@ class Workload(ABC):
         """Return the seconds per optimizer step by cause, and the bytes that a rank of the slowest stage sends."""
 
     @abstractmethod
-    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
+    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[Time]:
         """Return the times of layouts that differ only in the number of micro-batches per step, for lower bounds.
 
-        They are without what grows with the global batch more than linearly.
+        They are without what grows with the global batch more than linearly, and may be without rates.
         """
 
     def data_seconds(self, spec: RunSpec, layout: Layout, device: Accelerator) -> float:

@@ -11,7 +11,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.device_memory import against_device
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.parameters import model_parameters
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, StepSeconds, Time, TrainingStage
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, Time, TrainingStage
 from scaletrain_cli.plan.speed.step_time import mean_of_stages
 from scaletrain_cli.plan.trained_parameters import Stage, count_trained, stages_of_run, steps_of
 from scaletrain_cli.plan.vision.image_feed import (
@@ -108,9 +108,9 @@ class ImageWorkload(Workload):
         found = [self.stage_time(spec, layout, device, stage, least=least) for stage in stages]
         return mean_of_stages(spec, [steps_of(spec, stage) for stage in stages], found)
 
-    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[StepSeconds]:
+    def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[Time]:
         """Return the times without contrastive losses, second forward passes, and waiting for data."""
-        return [StepSeconds.of(self.time(spec, layout, device, least=True)[0]) for layout in layouts]
+        return [self.time(spec, layout, device, least=True)[0] for layout in layouts]
 
     def training_size(self, spec: RunSpec) -> ModelSize:
         stages = stages_of_run(spec)
