@@ -23,28 +23,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scaletrain_cli.plan.architecture import parameter_count
-    from scaletrain_cli.plan.catalogue.hardware import accelerator_names, find_accelerator
-    from scaletrain_cli.plan.memory.buffers import zero_buffers
-    from scaletrain_cli.plan.memory.engine_states import rank_model_states
-    from scaletrain_cli.plan.memory.states import ModelStates
-    from scaletrain_cli.plan.planning import make_plan
-    from scaletrain_cli.plan.result import RunPlan
-    from scaletrain_cli.plan.search.engine_support import submittable
-    from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
-
-__all__ = [
-    "ModelStates",
-    "PlanInfeasibleError",
-    "RunPlan",
-    "accelerator_names",
-    "find_accelerator",
-    "make_plan",
-    "parameter_count",
-    "rank_model_states",
-    "submittable",
-    "zero_buffers",
-]
+    from scaletrain_cli.plan.architecture import parameter_count as parameter_count
+    from scaletrain_cli.plan.catalogue.hardware import accelerator_names as accelerator_names
+    from scaletrain_cli.plan.catalogue.hardware import find_accelerator as find_accelerator
+    from scaletrain_cli.plan.memory.buffers import zero_buffers as zero_buffers
+    from scaletrain_cli.plan.memory.engine_states import rank_model_states as rank_model_states
+    from scaletrain_cli.plan.memory.states import ModelStates as ModelStates
+    from scaletrain_cli.plan.planning import make_plan as make_plan
+    from scaletrain_cli.plan.result import RunPlan as RunPlan
+    from scaletrain_cli.plan.search.engine_support import submittable as submittable
+    from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError as PlanInfeasibleError
 
 # The module of each public name. A module is imported on first use, so that one part loads without the others.
 _HOMES = {
