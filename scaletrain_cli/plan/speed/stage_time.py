@@ -1,12 +1,11 @@
 """Seconds of one micro-batch on each pipeline stage: kernels, host, offloading, and communication between blocks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture
-from scaletrain_cli.plan.block_graph import BlockTraining, backward_products
+from scaletrain_cli.plan.block_graph import backward_products
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator, near_ranks
 from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
@@ -93,19 +92,6 @@ class MicroBatchTime:
         return float(longer * (1 + (min(device, host) / longer) ** p) ** (1 / p)) if longer else 0.0
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Seconds of the parts of which stages consist; ``block``: of a block, by what trains in it and "has experts"."""
-
-    block: Callable[[BlockTraining, bool], PartTime]
-    forwards: float  # recomputed forward passes per block
-    embedding: PartTime
-    head: PartTime
-    traffic: BlockTraffic
-    boundary: float  # one send to the next stage
-    offload_copy: float  # one copy of a block's activations between device and host
-
-
 class StepSetting(NamedTuple):
     """The inputs of the times of all pipeline stages of a layout.
 
@@ -142,7 +128,10 @@ def step_setting(spec: RunSpec, layout: Layout, device: Accelerator, trained: Tr
 
 def stage_times(setting: StepSetting) -> list[MicroBatchTime]:
     """Return the time of one micro-batch on each pipeline stage; equal ones have the same object."""
-    parts, model, trained = _parts(setting), setting.spec.transformer, setting.trained
+    spec, layout, model, trained = setting.spec, setting.layout, setting.spec.transformer, setting.trained
+    work = _rank_work(spec, layout, setting.device)
+    traffic = block_traffic(spec, layout, setting.link, setting.profile)
+    ends = embedding_time(model, work, setting.rate, trained.embedding), _head_time(setting, work)
     known: dict[object, MicroBatchTime] = {}
     found = []
     places_differ = bool(trained.runs) or model.has_pattern
@@ -152,7 +141,7 @@ def stage_times(setting: StepSetting) -> list[MicroBatchTime]:
             runs = trained.blocks_of(model, stage)
             key = (tuple((run.blocks, run.experts, run.training) for run in runs), stage.first, stage.last)
         if key not in known:
-            known[key] = _stage(setting, parts, stage)
+            known[key] = _stage(setting, work, traffic, ends, stage)
         found.append(known[key])
     return found
 
@@ -174,50 +163,40 @@ def stage_sizes(setting: StepSetting, stage: Stage) -> StageSizes:
     return StageSizes(learned + sum(group.elements for group, *_ in tensors.frozen), learned)
 
 
-def _parts(setting: StepSetting) -> _Parts:
+def _head_time(setting: StepSetting, work: RankWork) -> PartTime:
+    """Return the seconds of head and loss, with the sums of a chunked loss and what it computes again."""
     spec, layout, device, trained = setting.spec, setting.layout, setting.device, setting.trained
-    rate, link, profile = setting.rate, setting.link, setting.profile
-    model, work = spec.transformer, _rank_work(spec, layout, device)
-
-    def block(training: BlockTraining, experts: bool) -> PartTime:
-        return block_time(model, work, profile, rate, experts, training)
-
+    rate, model = setting.rate, spec.transformer
     # The chunked loss computes the gradient of the hidden states whether or not anything before them trains.
     arriving = layout.cross_entropy == "chunked" or trains_before_head(model, trained)
     # Beside fp8 and fp4 the head multiplies in 16 bits (Megatron-LM, gpt_model.py: output_layer is a
     # ColumnParallelLinear, not Transformer Engine's; torchtitan's recipes for float8: filter_fqns = ["output"]).
     narrow = spec.training.precision in ("fp8", "fp4") and spec.training.precision in device.flops
     head_rate = rates(device, "bf16") if narrow else rate
-    head = head_time(model, work, profile, head_rate, trained.head, arriving)
+    head = head_time(model, work, setting.profile, head_rate, trained.head, arriving)
     # Each chunk of the loss adds to the head's fp32 gradient: it reads two tensors of its size and writes one, 12
     # bytes per parameter. The log-probabilities of ``dpo`` are computed again, because their gradients follow from the
     # loss of the pair (engine/model/loss.py ``_ChunkedTokens``).
-    chunks, backward = loss_chunks(spec.transformer, work.tokens, layout.cross_entropy), head.backward
+    chunks, backward = loss_chunks(model, work.tokens, layout.cross_entropy), head.backward
     if trained.head:
-        entries = 1.0 * -(-spec.transformer.vocab_size // work.tensor) * spec.transformer.hidden_size
+        entries = 1.0 * -(-model.vocab_size // work.tensor) * model.hidden_size
         backward += memory_seconds(chunks * entries * 12, 2 * chunks, rate)
-    return _Parts(
-        block=block,
-        forwards=recomputed_forwards(spec, layout),
-        embedding=embedding_time(model, work, rate, trained.embedding),
-        head=PartTime(head.forward, backward + (head.forward if computes_logits_again(spec, layout) else 0.0)),
-        traffic=block_traffic(spec, layout, link, profile),
-        boundary=boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - profile.pipeline_overlap),
-        offload_copy=activation_offload_seconds(spec, layout, device),
-    )
+    return PartTime(head.forward, backward + (head.forward if computes_logits_again(spec, layout) else 0.0))
 
 
-def _stage(setting: StepSetting, parts: _Parts, stage: Stage) -> MicroBatchTime:
-    """Return the time of one micro-batch on one stage."""
+def _stage(
+    setting: StepSetting, work: RankWork, traffic: BlockTraffic, ends: tuple[PartTime, PartTime], stage: Stage
+) -> MicroBatchTime:
+    """Return the time of one micro-batch on one stage; ``ends``: the times of the embedding and of the head."""
     spec, layout, rate, link, profile = setting.spec, setting.layout, setting.rate, setting.link, setting.profile
     sizes = stage_sizes(setting, stage)
     count, first, last = stage.blocks, stage.first, stage.last
-    forwards, traffic, blocking = parts.forwards, parts.traffic, launches_block(spec)
+    model, forwards, blocking = spec.transformer, recomputed_forwards(spec, layout), launches_block(spec)
     forward = backward = recompute = communication = host = 0.0
-    modules = spec.transformer.sublayers_per_block / 2  # of a whole block, for which traffic and host work are
-    for run in setting.trained.blocks_of(spec.transformer, stage):
-        part = parts.block(run.training, run.experts)
-        reached = backward_products(spec.transformer, run.training, run.experts).reached
+    modules = model.sublayers_per_block / 2  # of a whole block, for which traffic and host work are
+    for run in setting.trained.blocks_of(model, stage):
+        part = block_time(model, work, profile, rate, run.experts, run.training)
+        reached = backward_products(model, run.training, run.experts).reached
         again = forwards if reached else 0.0
         forward += run.blocks * part.forward
         backward += run.blocks * part.backward
@@ -229,20 +208,18 @@ def _stage(setting: StepSetting, parts: _Parts, stage: Stage) -> MicroBatchTime:
         host += run.blocks * modules * adapters * profile.forward_host * (1 + again)
         host += run.blocks * (modules * adapters * profile.backward_host if reached else 0.0)
         host += run.blocks * profile.experts_host if run.experts else 0.0
-    if first:
-        forward, backward = forward + parts.embedding.forward, backward + parts.embedding.backward
-    if last:
-        forward, backward = forward + parts.head.forward, backward + parts.head.backward
+    for end in (end for end, is_here in zip(ends, (first, last), strict=True) if is_here):
+        forward, backward = forward + end.forward, backward + end.backward
     backward += sizes.trained * profile.accumulate / rate.memory
-    if parts.offload_copy:
-        forward, backward = forward + count * parts.offload_copy, backward + count * parts.offload_copy
+    copied = count * activation_offload_seconds(spec, layout, setting.device)
+    forward, backward = forward + copied, backward + copied
     # A stage receives and sends in the forward and in the backward pass; first and last stage do half of it.
-    communication += parts.boundary * (0 if first and last else 2 if first or last else 4)
+    boundary = boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - profile.pipeline_overlap)
+    communication += boundary * (0 if first and last else 2 if first or last else 4)
     communication += boundary_gather_seconds(spec, layout, link, stage)
     if layout.zero_stage >= 2:
         data = data_traffic(spec, layout, link, profile, sizes.parameters, count, sizes.trained)
-        overlap = framework_of(spec).reduce_overlap(layout, profile)
-        overlap = 0.0 if blocking else overlap
+        overlap = 0.0 if blocking else framework_of(spec).reduce_overlap(layout, profile)
         communication += exposed(data.forward, forward, overlap)
         communication += exposed(data.backward, backward + recompute, overlap)
     if rate.is_cpu:
