@@ -1,5 +1,6 @@
 """One parameter of a model under its Hugging Face name, and the engine's tensors that hold parameters."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -34,10 +35,7 @@ class Parameter(NamedTuple):
     @property
     def numel(self) -> int:
         """Return the number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def is_matrix(self) -> bool:
@@ -72,11 +70,6 @@ class EngineTensor(NamedTuple):
     rows: int = 0
     shards_rows: bool = False
 
-    @property
-    def adapter(self) -> bool:
-        """Return whether the tensor belongs to an adapter."""
-        return self.rank > 0
-
     def rows_on_rank(self, tensor: int) -> int:
         """Return the rows of a matrix on one of ``tensor`` tensor ranks."""
         return -(-self.rows // tensor) if self.shards_rows else self.rows
@@ -85,7 +78,7 @@ class EngineTensor(NamedTuple):
     def is_linear(self) -> bool:
         """Return whether the tensor is the weight of a linear layer of a block, without routers and stacked experts."""
         own = self.is_matrix and not self.rank and not self.experts
-        return own and self.name.endswith((".weight",)) and not self.name.startswith(_NOT_LINEAR)
+        return own and self.name.endswith(".weight") and not self.name.startswith(_NOT_LINEAR)
 
     def on_rank(self, tensor: int, expert: int) -> int:
         """Return the elements on one rank of ``tensor`` x ``expert`` parallel ranks."""

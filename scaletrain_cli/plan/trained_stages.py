@@ -5,7 +5,7 @@ without each parameter. A model of which everything trains, with one learning ra
 runs.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -30,10 +30,10 @@ class PartTensors(NamedTuple):
     tensors: tuple[EngineTensor, ...]
     groups: tuple[GroupNumber, ...]
 
-    def elements(self, *, trained: bool) -> int:
-        """Return the elements of the tensors that train, or of those that are frozen, in the whole model."""
-        pairs = zip(self.tensors, self.groups, strict=True)
-        return sum(tensor.elements for tensor, group in pairs if (group is not None) == trained)
+    @property
+    def trained(self) -> list[EngineTensor]:
+        """The tensors that train."""
+        return [tensor for tensor, group in zip(self.tensors, self.groups, strict=True) if group is not None]
 
 
 class BlockRun(NamedTuple):
@@ -140,10 +140,10 @@ def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False)
             opening = part
         else:
             closing = part
-    trained = {name for part in (opening, closing) for name in _trained_names(part)}
+    trained = {tensor.name for part in (opening, closing) for tensor in part.trained}
     table = opening.tensors[0].name
     embedding = any(name.removesuffix(".weight") == table.removesuffix(".weight") for name in trained)
-    reached = reached or any(True for _ in _trained_names(opening))
+    reached = reached or bool(opening.trained)
     runs: list[BlockRun] = []
     shared: dict[PartTensors, PartTensors] = {}  # equal parts are one object, which compares faster
     for index, block in enumerate(blocks):
@@ -164,13 +164,9 @@ def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False)
         closing,
         embedding=embedding,
         head=embedding if model.tie_word_embeddings else any(name.startswith("lm_head.") for name in trained),
-        final_norm=any("lm_head" not in name for name in _trained_names(closing)),
+        final_norm=any("lm_head" not in tensor.name for tensor in closing.trained),
         orthogonalized=frozenset(orthogonalized),
     )
-
-
-def _trained_names(part: PartTensors) -> Iterator[str]:
-    return (tensor.name for tensor, group in zip(part.tensors, part.groups, strict=True) if group is not None)
 
 
 _FACTOR_A = (".lora_A.weight", "_lora_A", ".lora_embedding_A")
@@ -179,7 +175,7 @@ _FACTOR_A = (".lora_A.weight", "_lora_A", ".lora_embedding_A")
 def _block_training(part: PartTensors, reached: bool) -> BlockTraining:
     modules, adapters = set(), []
     for tensor, group in zip(part.tensors, part.groups, strict=True):
-        if tensor.adapter:
+        if tensor.rank:
             factor = next((end for end in _FACTOR_A if tensor.name.endswith(end)), None)
             if factor is not None:
                 adapters.append(Adapter(tensor.name.removesuffix(factor), tensor.rank))
@@ -218,7 +214,7 @@ def trained_count(spec: RunSpec, stage: TrainedStage) -> int:
     if not stage.runs:
         return parameter_count(spec.transformer)
     parts = [(run.part, run.blocks) for run in stage.runs] + [(stage.opening, 1), (stage.closing, 1)]
-    return sum(times * part.elements(trained=True) for part, times in parts)
+    return sum(times * tensor.elements for part, times in parts for tensor in part.trained)
 
 
 def orthogonalized_by_stage(spec: RunSpec) -> list[int]:
