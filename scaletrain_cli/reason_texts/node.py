@@ -88,5 +88,4 @@ TEXTS: Texts = {
     "stopped-in-fetch": "stopped before any rank was started, while files of the hub were fetched",
     "lost-in-fetch": "node {node_rank} has reported no progress for {seconds:seconds} while files of the hub were "
     "fetched",
-    "start-failed": "{error}",
 }

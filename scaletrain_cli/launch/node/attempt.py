@@ -48,7 +48,7 @@ from scaletrain_cli.launch.node.record import (
     write_node_record,
 )
 from scaletrain_cli.launch.node.telemetry import NodeTelemetry, measures_gpus
-from scaletrain_cli.launch.node.watch import StartWatch, Watch, observed_failure
+from scaletrain_cli.launch.node.watch import StartWatch, Watch
 from scaletrain_cli.launch.resource_checks.checks import check_on_node
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import python_command, usable_cores
@@ -74,7 +74,7 @@ from scaletrain_cli.safe_files import (
 )
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.text import listed
-from scaletrain_cli.worker.failures import Failure, write_failure
+from scaletrain_cli.worker.failures import failure_of, write_failure
 from scaletrain_cli.worker.memory_copies import remove_abandoned, remove_copies
 from scaletrain_cli.worker.run_environment import RENDEZVOUS_VARIABLE
 
@@ -116,45 +116,66 @@ def run_node(options: AgentOptions) -> int:
     )
     _claim(run, options.attempt, node)
     gpu_locks = contextlib.ExitStack() if record.spec.cluster.traits.runs_here else None  # until this process ends
-    found = inspect_node(run, record, node.node, os.environ, gpu_locks)
-    with contextlib.suppress(OSError):  # informational; the failure record has the reason
-        write_inspection(run, options.attempt, found)
-    for note in found.notes:
-        logger.warning("%s", note)
-    if found.problems:
-        first, *others = found.problems
-        cause = Reason("node.unfit", {"problems": "; ".join(map(str, found.problems))}) if others else first
-        failure = observed_failure("wrong-nodes", cause, node.node, exit_code=ExitCode.WRONG_NODES)
-        _record_failed_start(run, options.attempt, node, failure)
-        raise WrongNodesError(cause)
-    if [gpu.index for gpu in found.gpus] != [*range(len(found.gpus))]:  # else CUDA takes the same ones by itself
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpu.uuid for gpu in found.gpus))
     # A user's training program may send no heartbeat.
-    own = record.spec.code.own_program
-    local_ranks = LocalRanks(math.inf if own else START_SECONDS, foreign=record.spec.code.command is not None)
+    limit = math.inf if record.spec.code.own_program else START_SECONDS
+    local_ranks = LocalRanks(limit, foreign=record.spec.code.command is not None)
+    own_folders = _own_folders(run, record, options)
+    try:
+        found = inspect_node(run, record, node.node, os.environ, gpu_locks)
+        with contextlib.suppress(OSError):  # informational; the failure record has the reason
+            write_inspection(run, options.attempt, found)
+        for note in found.notes:
+            logger.warning("%s", note)
+        if found.problems:
+            first, *others = found.problems
+            raise WrongNodesError(
+                Reason("node.unfit", {"problems": "; ".join(map(str, found.problems))}) if others else first
+            )
+        if [gpu.index for gpu in found.gpus] != [*range(len(found.gpus))]:  # else CUDA takes the same ones by itself
+            os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpu.uuid for gpu in found.gpus))
+        watch = _run_ranks(local_ranks, run, record, options, node)
+        ranks, first_failure = tuple(local_ranks.ranks), local_ranks.first_failure
+        code = node_exit_code(ranks, first_failure) if watch.disk_full is None else int(ExitCode.DO_NOT_REQUEUE)
+        with contextlib.suppress(ScaletrainError, OSError):
+            if lost := left_in_code(run, record, own_folders[1]):
+                where = f"written to the folder of the code are removed: {listed(lost[:5])}"
+                logger.warning("%d files %s. Programs must write to $SCALETRAIN_RUN_DIR", len(lost), where)
+        ended = replace(node, ranks=ranks, ended=time.time(), exit_code=code, first_failure=first_failure)
+        if code != ExitCode.CRASHED or watch.preempted:  # else the next attempt may begin on this node
+            remove_copies(copies_folder(run))
+        _remove(*own_folders)
+        if watch.disk_full is not None:
+            write_failure(run, options.attempt, f"{node.node}-disk", watch.disk_full)
+        write_node_record(run, options.attempt, ended)
+    except PreemptedError as error:  # before any rank was started
+        logger.warning("%s", error)
+        _remove(*own_folders)
+        write_node_record(run, options.attempt, replace(node, ended=time.time(), exit_code=error.exit_code))
+        return int(error.exit_code)
+    except Exception as error:  # recorded; otherwise the node would count as lost, and would be excluded
+        failure = replace(failure_of(error, None), node=node.node)
+        ended = replace(node, ranks=tuple(local_ranks.ranks), ended=time.time(), exit_code=failure.exit_code)
+        write_failure(run, options.attempt, node.node, failure)
+        announce(run, options.attempt, "failed")
+        write_node_record(run, options.attempt, ended)
+        _remove(*own_folders)
+        raise
+    if options.end_together and code == ExitCode.DONE and not watch.preempted:
+        _wait_for_other_nodes(run, options, record.spec.cluster.nodes)
+    return code
+
+
+def _run_ranks(
+    local_ranks: LocalRanks, run: RunDir, record: RunRecord, options: AgentOptions, node: NodeRecord
+) -> Watch:
+    """Start the ranks and watch them to their end. No process of theirs is left then, also after an error."""
     telemetry: NodeTelemetry | None = None
     try:
-        try:
-            _start_ranks(local_ranks, run, record, options)
-        except PreemptedError as error:  # before any rank was started
-            logger.warning("%s", error)
-            _remove(*_own_folders(run, record, options))
-            write_node_record(run, options.attempt, replace(node, ended=time.time(), exit_code=error.exit_code))
-            return int(error.exit_code)
-        except (ScaletrainError, OSError) as error:  # recorded; otherwise the node would count as lost
-            code = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
-            code = ExitCode.DO_NOT_REQUEUE if is_full(error) else code
-            reason = "disk-full" if is_full(error) else getattr(error, "failure_reason", "crash")
-            # A reason does not include the list of problems of its error.
-            stated = error.reason if isinstance(error, ScaletrainError) and not error.problems else None
-            cause = stated or Reason("node.start-failed", {"error": str(error)})
-            _record_failed_start(run, options.attempt, node, observed_failure(reason, cause, node.node, exit_code=code))
-            _remove(*_own_folders(run, record, options))
-            raise
+        _start_ranks(local_ranks, run, record, options)
         write_node_record(run, options.attempt, replace(node, ranks=tuple(local_ranks.ranks)))
         stopped = StoppedProcesses(stopped_seconds(record.spec))
         watch = Watch(run, options, node.node, local_ranks, record.spec.cluster, stopped)
-        if not own:
+        if not record.spec.code.own_program:
             watch.start = StartWatch(run, options, node.node, record.spec.cluster.nodes)
         if options.node_rank == 0:
             watch.observer = Observer(run, options.attempt, notifies=bool(record.spec.notify))
@@ -201,22 +222,7 @@ def run_node(options: AgentOptions) -> int:
     finally:
         # Before the end is recorded: a process that reads it may start the next attempt on this node.
         kill_descendants(() if telemetry is None else telemetry.pids)  # a driver that hangs must not delay the record
-    ranks, first_failure = local_ranks.ranks, local_ranks.first_failure
-    code = node_exit_code(ranks, first_failure) if watch.disk_full is None else int(ExitCode.DO_NOT_REQUEUE)
-    with contextlib.suppress(ScaletrainError, OSError):
-        if lost := left_in_code(run, record, _own_folders(run, record, options)[1]):
-            where = f"written to the folder of the code are removed: {listed(lost[:5])}"
-            logger.warning("%d files %s. Programs must write to $SCALETRAIN_RUN_DIR", len(lost), where)
-    ended = replace(node, ranks=tuple(ranks), ended=time.time(), exit_code=code, first_failure=first_failure)
-    if code != ExitCode.CRASHED or watch.preempted:  # else the next attempt may begin on this node
-        remove_copies(copies_folder(run))
-    _remove(*_own_folders(run, record, options))
-    if watch.disk_full is not None:
-        write_failure(run, options.attempt, f"{node.node}-disk", watch.disk_full)
-    write_node_record(run, options.attempt, ended)
-    if options.end_together and code == ExitCode.DONE and not watch.preempted:
-        _wait_for_other_nodes(run, options, record.spec.cluster.nodes)
-    return code
+    return watch
 
 
 def _wait_for_other_nodes(run: RunDir, options: AgentOptions, nodes: int) -> None:
@@ -276,12 +282,6 @@ def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
             raise
         params = {"path": str(run.path), "host": node.hostname, "error": str(error)}
         raise WrongNodesError(Reason("node.run-unwritable", params)) from error
-
-
-def _record_failed_start(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> None:
-    write_failure(run, attempt, node.node, failure)
-    announce(run, attempt, "failed")
-    write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=failure.exit_code))
 
 
 def _own_folders(run: RunDir, record: RunRecord, options: AgentOptions) -> tuple[Path, Path, Path]:

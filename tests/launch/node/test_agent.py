@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt
+from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt, read_attempt
 from scaletrain_cli.launch.node.attempt import compiled_code, node_exit_code
 from scaletrain_cli.launch.node.heartbeats import Channel
 from scaletrain_cli.launch.node.options import parse_options
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, is_announced, read_node_records
 from scaletrain_cli.launch.node.watch import Watch
+from scaletrain_cli.launch.restart import conclude_attempt
+from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import add_revision
 from scaletrain_cli.telemetry.run import node_file, read_telemetry, telemetry_folder
@@ -294,6 +296,25 @@ def test_when_a_rank_dies_other_nodes_end_and_its_node_is_the_cause(make_run: Ma
     assert "another node failed" in agents[1].errors
     outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
     assert (outcome.reason, "rank 0 on node-0000" in outcome.message) == ("crash", True)
+
+
+@pytest.mark.parametrize("part", ["inspect_node", "Watch"])
+def test_an_agent_that_fails_by_an_error_of_its_own_is_a_crash_with_its_cause_and_its_node_stays_in_use(
+    part: str, make_run: MakeRun, start_agent: StartAgent
+) -> None:
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
+    failing = start_agent(made, {"FAILS": part}, module=("tests.launch.node.failing_agent",))
+    other = start_agent(made, node_rank=1)
+    assert failing.wait() == 1
+    assert "an error of the agent" in failing.errors
+    other.wait()
+    assert not any(is_running(rank.pid) for rank in failing.ranks)
+    conclude_attempt(made.run, made.record, 1, first_attempt=1)
+    attempt = read_attempt(made.run, 1)
+    assert attempt is not None
+    assert (attempt.reason, attempt.exit_code) == ("crash", 1)
+    assert attempt.message == f"{failing.node.node}: LookupError: an error of the agent"
+    assert read_bad_nodes(made.run.path.parent, time.time()) == []
 
 
 def test_the_ranks_run_where_the_run_was_submitted(
