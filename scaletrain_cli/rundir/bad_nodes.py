@@ -130,8 +130,8 @@ def next_exclusion(
     """Return the exclusion of the bad nodes of a run's root; none, with the reason, if the scheduler does not answer.
 
     ``nodes`` asks the scheduler for its nodes, and whether the job may use each now; it is called only if there are bad
-    nodes. Those of other clusters and of machines are left out: Slurm refuses a job that excludes an unknown name. The
-    rest as for exclusion().
+    nodes. Names that the scheduler does not know are left out: Slurm refuses a job that excludes one. The rest as for
+    exclusion().
     """
     if not (bad := read_bad_nodes(run.path.parent, time.time())):
         return Exclusion()
