@@ -49,7 +49,8 @@ trap : USR1
 patience=() # of srun, once an attempt has ended in this job
 while :; do
     # Begin an attempt: prints its number and the address of the rendezvous.
-    began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || {
+    began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run" \
+        ${patience:+"--follows"}) || {
         code=$?
         if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then # as after an outage: requeue the job
             break

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.errors import ExitCode, ScaletrainError
 from scaletrain_cli.full_disk import is_full
-from scaletrain_cli.launch.attempts import Decision, begin_attempt
+from scaletrain_cli.launch.attempts import Decision, begin_attempt, read_attempt, revise_decision
 from scaletrain_cli.launch.node.heartbeats import stopped_seconds
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS
 from scaletrain_cli.launch.node.processes import StoppedProcesses, adopt_orphans, kill_descendants, next_signal, reap
@@ -86,9 +86,12 @@ def end_by_error(run: RunDir, error: Exception, code: str, *, was_begun: bool = 
     exit_code = int(ExitCode.DO_NOT_REQUEUE if is_full(error) else found.exit_code)
     reason = Reason(code, {"error": str(found).rstrip(".")})
     logger.error("%s", reason)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ScaletrainError):
         if was_begun:
-            conclude_run(run, Decision.because(False, exit_code, reason))
+            conclude_run(run, decision := Decision.because(False, exit_code, reason))
+            last = read_attempt(run, max(run.attempts(), default=0))
+            if last is not None and last.decision is not None and last.decision.requeue:
+                revise_decision(run, last, decision)
         else:
             record_event(run, "stopped", exit_code=exit_code, why=str(reason), **reason.to_document())
     return exit_code

@@ -27,7 +27,7 @@ from scaletrain_cli.launch.attempts import AttemptRecord, begin_attempt, read_at
 from scaletrain_cli.launch.backends.slurm.array import own_job_id
 from scaletrain_cli.launch.backends.slurm.commands import TIMEOUT_SECONDS, call_slurm
 from scaletrain_cli.launch.backends.slurm.explain import job_fields
-from scaletrain_cli.launch.backends.slurm.queue import job_cause
+from scaletrain_cli.launch.backends.slurm.queue import job_cause, latest_job_id
 from scaletrain_cli.launch.backends.slurm.script import exchanges_nodes, lead_seconds
 from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
 from scaletrain_cli.launch.backends.slurm.tables import (
@@ -38,6 +38,7 @@ from scaletrain_cli.launch.backends.slurm.tables import (
     reservations,
     settings,
 )
+from scaletrain_cli.launch.node.job import end_by_error
 from scaletrain_cli.launch.node.ranks import free_port, route_address
 from scaletrain_cli.launch.node.record import is_announced
 from scaletrain_cli.launch.restart import (
@@ -102,15 +103,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if stop_reason is not None:  # Slurm is ending the job, and may still requeue it
             return withdraw_restart(run, options.attempt, stop_reason, left_to_scheduler=True).exit_code
         return conclude_run(run, withdraw_restart(run, options.attempt, _NOT_REQUEUED))
-    except (ScaletrainError, OSError) as error:
+    except Exception as error:
         found, full = known_error(error, options.word), is_full(error)
-        then = "; no attempt follows, because none could write to the run directory" if full else ""
-        logger.error("%s%s", found, then)
+        code = ExitCode.DO_NOT_REQUEUE if full else found.exit_code
+        # The script requeues the job in whose start an attempt has ended, and begin() fails with this code. What fails
+        # the file system often fails the attempt, too: then the next start of the job records the end.
+        after_end = options.word == "end" and found.code != "internal"
+        requeues = code == ExitCode.CRASHED and stop_reason is None and (options.follows or after_end)
         if options.word == "end":
-            # What fails the file system often fails the attempt, too. The next start of the job records the end.
-            is_outage = not full and stop_reason is None and found.exit_code == ExitCode.CRASHED
-            print("requeue" if is_outage else "stop")
-        return ExitCode.DO_NOT_REQUEUE if full else found.exit_code
+            print("requeue" if requeues else "stop")
+        may_go_on = requeues or stop_reason is not None or options.word == "watch-reservation"
+        with contextlib.suppress(ScaletrainError, OSError):  # the run of another job goes on
+            if not may_go_on and latest_job_id(run) == own_job_id(os.environ):
+                return end_by_error(run, error if full else found, "node.job-failed")
+        logger.error("%s", found)
+        return code
 
 
 def _still_runs(environment: Mapping[str, str]) -> bool:

@@ -98,7 +98,7 @@ def job_cause(slurm_state: str) -> JobCause | None:
 
 def job_of_run(run: RunDir) -> Job:
     """Return the run's latest job as Slurm reports it. Raises SchedulerError without an answer."""
-    request, job_id = open_request(run), _latest_id(run)
+    request, job_id = open_request(run), latest_job_id(run)
     if request is not None:
         rows = _rows_of_run(run)
         active = [row for row in rows if row.state != "ended"]
@@ -125,7 +125,7 @@ def jobs_of_runs(runs: Sequence[RunDir]) -> dict[Path, Job | SchedulerError]:
     ids: dict[RunDir, str] = {}
     for run in runs:
         with contextlib.suppress(UsageError):  # the row of the run reports the damage
-            if open_request(run) is None and (job_id := _latest_id(run)):
+            if open_request(run) is None and (job_id := latest_job_id(run)):
                 ids[run] = job_id
     try:
         rows = _rows_by_id(ids.values())
@@ -159,7 +159,7 @@ def failed_preparation(run: RunDir, gang: Job) -> Reason | None:
     return None
 
 
-def _latest_id(run: RunDir) -> str:
+def latest_job_id(run: RunDir) -> str:
     """Return the id of the newest known job, from its submission or from an attempt that it began."""
     request, submission = open_request(run), read_submission(run)
     if request is not None:  # the answer of sbatch was lost; if the job exists and has begun, its attempt has the id
@@ -254,7 +254,7 @@ def cancel_jobs(run: RunDir) -> None:
     it refuses, no stop file is written. Raises SchedulerError.
     """
     # By the mark in their comments, and the latest by id: sites may rewrite comments.
-    rows, job_id = _rows_of_run(run), _latest_id(run)
+    rows, job_id = _rows_of_run(run), latest_job_id(run)
     if job_id and all(row.job_id != job_id for row in rows):
         rows += _rows_by_id([job_id]).values()
     active = [row for row in rows if row.state != "ended"]

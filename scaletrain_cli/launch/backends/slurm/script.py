@@ -231,8 +231,8 @@ def _attempt_lines(spec: RunSpec, run_folder: Path, sizes: Sequence[int]) -> Ite
     yield "# Begin an attempt: prints its number and the address of the rendezvous" + (
         ", and its nodes: the job may have more." if exchanges else "."
     )
-    follows = ' ${patience:+"--follows"}' if exchanges else ""
-    yield f'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run"{follows}) || {{'
+    yield 'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run" \\'
+    yield '    ${patience:+"--follows"}) || {'
     yield "    code=$?"
     yield '    if [ "$code" = 1 ] && [ "${#patience[@]}" != 0 ]; then # as after an outage: requeue the job'
     if exchanges:

@@ -2,6 +2,7 @@
 
 import errno
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -12,15 +13,17 @@ from scaletrain_cli.launch.attempts import Outcome, begin_attempt, end_attempt, 
 from scaletrain_cli.launch.backends.slurm import explain, job
 from scaletrain_cli.launch.backends.slurm.job import begin, main, time_is_up, watch_reservation
 from scaletrain_cli.launch.backends.slurm.tables import moment, records
+from scaletrain_cli.launch.job import Submission
 from scaletrain_cli.launch.node.record import write_node_record
 from scaletrain_cli.reasons import recorded
-from scaletrain_cli.rundir.documents import DamagedError, UnreadableError
+from scaletrain_cli.rundir.documents import DamagedError, UnreadableError, write_document
 from tests.launch.backends.slurm.test_elastic_job import Slurm
 from tests.launch.conftest import MadeRun, MakeRun
 from tests.launch.test_attempts import node, rank
 
 JOB = {"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "localhost"}
 ENDED_BY_SLURM = "Slurm is ending the job"
+STALE = OSError(errno.ESTALE, "Stale file handle")
 
 
 @pytest.fixture
@@ -32,6 +35,11 @@ def made(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
 
 def say(made: MadeRun, word: str, *options: str) -> int:
     return main([word, str(made.run.path), *options])
+
+
+def submitted(made: MadeRun, job_id: str) -> None:
+    """Record that job ``job_id`` was submitted for the run."""
+    write_document(made.run.submission, vars(Submission("slurm", job_id, submitted=1000.0, first_attempt=1)))
 
 
 def close(made: MadeRun, code: int, reason: str) -> None:
@@ -114,16 +122,17 @@ def test_a_requeue_that_slurm_refuses_ends_the_run(made: MadeRun, capfd: pytest.
 
 
 @pytest.mark.parametrize(
-    ("error", "options", "word", "code"),
+    ("error", "options", "word", "code", "stopped"),
     [
-        (OSError(errno.ESTALE, "Stale file handle"), (), "requeue", 1),
-        (UnreadableError("attempt.json cannot be read: Input/output error."), (), "requeue", 1),
-        (OSError(errno.ESTALE, "Stale file handle"), ("--ended-by-slurm",), "stop", 1),  # its owner may have deleted it
-        (OSError(errno.ENOSPC, "No space left on device"), (), "stop", 93),
-        (DamagedError("attempt.json is damaged."), (), "stop", 2),
+        (STALE, (), "requeue", 1, []),
+        (UnreadableError("attempt.json cannot be read: Input/output error."), (), "requeue", 1, []),
+        (STALE, ("--ended-by-slurm",), "stop", 1, []),  # its owner may have deleted it
+        (OSError(errno.ENOSPC, "No space left on device"), (), "stop", 93, [93]),
+        (DamagedError("attempt.json is damaged."), (), "stop", 2, [2]),
+        (LookupError("a bug"), (), "stop", 1, [1]),
     ],
 )
-def test_an_outage_of_the_file_system_at_the_end_of_an_attempt_requeues_the_job(
+def test_an_outage_of_the_file_system_at_the_end_of_an_attempt_requeues_the_job_and_another_error_ends_the_run(
     made: MadeRun,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -131,15 +140,57 @@ def test_an_outage_of_the_file_system_at_the_end_of_an_attempt_requeues_the_job(
     options: tuple[str, ...],
     word: str,
     code: int,
+    stopped: list[int],
 ) -> None:
+    monkeypatch.setenv("SCALETRAIN_TRACEBACK", "1")
+    submitted(made, "42")
     say(made, "begin")
     capfd.readouterr()
     with monkeypatch.context() as outage:
         outage.setattr(job, "conclude_attempt", Mock(side_effect=error))
         assert say(made, "end", "--attempt=1", "--srun-exit-code=1", *options) == code
     assert capfd.readouterr().out == f"{word}\n"
+    assert [event["exit_code"] for event in made.events("stopped")] == stopped
     say(made, "begin")
     assert read_attempt(made.run, 1).ended is not None, "the next start of the job has recorded it"
+
+
+@pytest.mark.parametrize(
+    ("of_run", "options", "error", "stopped"),
+    [
+        ("42", (), STALE, [1]),
+        ("42", (), LookupError("a bug"), [1]),
+        ("42", ("--follows",), STALE, []),  # the script requeues the job
+        ("42", ("--follows",), LookupError("a bug"), []),
+        ("42", ("--follows",), DamagedError("attempt.json is damaged."), [2]),
+        ("43", (), STALE, []),  # the job was requeued by hand, and the run belongs to another one
+    ],
+    ids=["outage", "bug", "outage between attempts", "bug between attempts", "damage between attempts", "earlier job"],
+)
+def test_an_error_at_the_begin_of_an_attempt_ends_the_run_with_a_notification(
+    make_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    of_run: str,
+    options: tuple[str, ...],
+    error: Exception,
+    stopped: list[int],
+) -> None:
+    for name, value in (JOB | {"SCALETRAIN_TRACEBACK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    made = make_run(f"notify=[{{command: [tee, {tmp_path}/notification]}}]")
+    submitted(made, of_run)
+    say(made, "begin")
+    say(made, "end", "--attempt=1", "--srun-exit-code=1")
+    (tmp_path / "notification").unlink(missing_ok=True)
+    monkeypatch.setattr(job, "begin_attempt", Mock(side_effect=error))
+    assert say(made, "begin", *options) == (stopped or [1])[0]
+    ends = made.events("stopped")
+    assert [(end["code"], end["exit_code"]) for end in ends] == [("node.job-failed", code) for code in stopped]
+    decision = read_attempt(made.run, 1).decision
+    assert (decision.requeue, decision.exit_code) == ((False, stopped[0]) if stopped else (True, 1))
+    notified = tmp_path / "notification"
+    assert [end["why"] in notified.read_text() for end in ends] == [True] * notified.exists()
 
 
 HEALTHY = {
