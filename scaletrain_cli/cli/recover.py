@@ -13,6 +13,7 @@ from scaletrain_cli.rundir.paths import find_runs
 from scaletrain_cli.text import seconds_text, visible
 from scaletrain_cli.ui.console import say, warn
 from scaletrain_cli.ui.json import print_json
+from scaletrain_cli.unexpected import known_error
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.recover import Recovery
@@ -48,15 +49,22 @@ def command(
     if seconds is not None and seconds < 1:  # each look asks the scheduler about each run
         raise UsageError(f"--every {every}: must be at least 1s, such as 5m. Leave it out to look once.")
     while True:
-        chosen = find_runs(runs) if runs else own_runs()
+        try:
+            chosen = find_runs(runs) if runs else own_runs()
+        except OSError as error:  # the file system of the runs root may fail for a moment
+            if seconds is None:
+                raise
+            warn(str(known_error(error, "recover")))
+            pause(seconds)
+            continue
         for run in chosen if runs else ():
             require_own_run(run, trust_owner=False, remedy="Let its owner run this command")
         done = recover_runs(chosen, (lambda found: None) if as_json else _show)
         if as_json:
             print_json(done.to_json())
         else:
-            for name, error in done.errors.items():
-                warn(f"{name}: {error}")
+            for name, unknown in done.errors.items():
+                warn(f"{name}: {unknown}")
         if seconds is None:
             break
         pause(seconds)

@@ -4,6 +4,7 @@ No process stays for this: a person, cron or `status --wait --resume` calls it. 
 only if it is still lost then, so that two callers start one job. Each resume waits longer than the one before.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -188,9 +189,7 @@ def own_runs() -> list[RunDir]:
     """Return the runs of this user under the runs root; damaged ones and those of other users are left out."""
     found = []
     for run in list_runs():
-        try:
+        with contextlib.suppress(UsageError, OSError):
             if run.record.stat().st_uid == os.geteuid() and read_record(run).spec.restarts.lost:
                 found.append(run)
-        except (UsageError, OSError):
-            continue
     return found

@@ -1,11 +1,13 @@
 """submit, train, status, list, logs, cancel, resume: the life of a run with a fake engine."""
 
+import errno
 import json
 import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -288,6 +290,19 @@ def test_recover_does_not_look_without_a_pause(time: str, monkeypatch: pytest.Mo
     assert f"--every {time}" in ended.err
     assert "5m" in ended.err, "what is allowed"
     assert scaletrain("recover", "--every", "1s").code == 130, "it looks again until Ctrl-C"
+
+
+def test_recover_goes_on_after_a_round_in_which_the_runs_root_could_not_be_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listings = [OSError(errno.ESTALE, "Stale file handle", "/runs"), [], KeyboardInterrupt()]
+    monkeypatch.setattr("scaletrain_cli.launch.recover.list_runs", Mock(side_effect=listings))
+    monkeypatch.setattr("scaletrain_cli.cli.recover.pause", pauses := Mock())
+    said = scaletrain("recover", "--every", "5m", code=130).err
+    assert "/runs: Stale file handle" in said
+    assert pauses.call_args_list == [call(300.0), call(300.0)]
+    monkeypatch.setattr("scaletrain_cli.launch.recover.list_runs", Mock(side_effect=listings))
+    assert "/runs: Stale file handle" in scaletrain("recover", code=1).err
 
 
 def test_a_pause_may_be_longer_than_the_system_can_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
