@@ -140,7 +140,7 @@ def scheduler_of_job(run: RunDir, record: RunRecord) -> str:
 
 
 @contextlib.contextmanager
-def undone_if_refused(undo: Callable[[], object], refusal: type[ScaletrainError] = ScaletrainError) -> Iterator[None]:
+def undone_if_refused(undo: Callable[[], object], refusal: type[BaseException] = ScaletrainError) -> Iterator[None]:
     """Call ``undo`` if the block raises ``refusal``, unless the scheduler did not answer: it may have the job."""
     try:
         yield

@@ -24,11 +24,12 @@ from scaletrain_cli.diagnosis.rehearsal import (
     rehearsal_from,
     write_rehearsal,
 )
-from scaletrain_cli.errors import ExitCode, SchedulerSilentError, UsageError
+from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.calibration import keep_measurement, measure_rehearsal
 from scaletrain_cli.launch.cancel import wait_for_end
 from scaletrain_cli.launch.drill import make_jobs_folder
+from scaletrain_cli.launch.job import undone_if_refused
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.launch.run_status import RunStatus
 from scaletrain_cli.launch.status import exit_code_of
@@ -268,33 +269,33 @@ def run_preflight(
         make_folder(folder)
     except OSError as error:
         raise UsageError(Reason("runs.root-not-writable", {"folder": str(runs_root()), "said": str(error)})) from error
-    kept = False
-    try:
+
+    def remove() -> None:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        if folder != runs_root():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # Without an answer the scheduler may have the job, and only this folder identifies it.
+    with undone_if_refused(remove, BaseException):
         settings = [*_PREFLIGHT_SETTINGS, *scheduler.preflight_settings()]
         made = create_run(override_spec(spec, settings, file="the preflight's spec"), plan, name, root=folder)
-        try:
-            submit_run(made.run, made.record, scheduler)
-        except SchedulerSilentError:
-            kept = True  # the scheduler may have the job, and only this folder identifies it
-            raise
+        submit_run(made.run, made.record, scheduler)
+    with undone_if_refused(remove, KeyboardInterrupt):  # has cancelled the job; after an error it may still run
         status = wait_for_end(made.run, scheduler, timeout_seconds, on_status)
-        code = exit_code_of(made.run, status)
-        kept = code != 0
-        attempt = made.run.attempt(max(made.run.attempts(), default=1))
-        together = read_document(attempt / "preflight.json") or {}
-        inspected = (read_document(path) for path in sorted((attempt / "preflight").glob("[!.]*.json")))
-        return Preflight(
-            exit_code=code,
-            why=status.why if kept else "",
-            ranks=tuple(together.get("ranks", ())),
-            findings=tuple(together.get("findings", ())),
-            nodes=tuple(node for node in inspected if node is not None),
-            all_reduce_seconds=together.get("all_reduce_seconds"),
-            all_reduce_planned_seconds=together.get("all_reduce_planned_seconds"),
-            folder=made.run.path if kept else None,
-        )
-    finally:
-        if not kept:
-            shutil.rmtree(folder / name, ignore_errors=True)
-            if folder != runs_root():
-                shutil.rmtree(folder, ignore_errors=True)
+    code = exit_code_of(made.run, status)
+    attempt = made.run.attempt(max(made.run.attempts(), default=1))
+    together = read_document(attempt / "preflight.json") or {}
+    inspected = (read_document(path) for path in sorted((attempt / "preflight").glob("[!.]*.json")))
+    found = Preflight(
+        exit_code=code,
+        why=status.why if code else "",
+        ranks=tuple(together.get("ranks", ())),
+        findings=tuple(together.get("findings", ())),
+        nodes=tuple(node for node in inspected if node is not None),
+        all_reduce_seconds=together.get("all_reduce_seconds"),
+        all_reduce_planned_seconds=together.get("all_reduce_planned_seconds"),
+        folder=made.run.path if code else None,
+    )
+    if code == ExitCode.DONE:
+        remove()
+    return found

@@ -1,14 +1,19 @@
-"""The summary of a job before it is submitted: cost per hour, cost of the remaining steps, and warnings."""
+"""The summary of a job before it is submitted: cost per hour, remaining steps, warnings; the folder of a node test."""
 
 import dataclasses
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from scaletrain_cli.errors import MissingPackageError
+from scaletrain_cli.errors import MissingPackageError, SchedulerError
+from scaletrain_cli.launch import short_jobs
 from scaletrain_cli.launch.backends import base
 from scaletrain_cli.launch.backends.base import PreflightResult, Start, SubmissionSummary, require_engine_packages
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.plan.result import Cost
 from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.documents import UnreadableError
 from tests.launch.conftest import make_plan, make_spec
 
 SPEC = make_spec()  # 20 steps on 2 ranks
@@ -53,3 +58,24 @@ def test_a_note_is_text_with_its_code_and_parameters_beside_it() -> None:
     assert note.startswith("the runs root /home/a is on ext4, which other nodes see only if")
     assert note.endswith("or test the nodes with --probe.")
     assert found["note_reasons"] == [{"code": "launch.runs-root-local", "params": low.params}]
+
+
+@pytest.mark.parametrize(
+    ("end", "is_kept"),
+    [
+        (UnreadableError("run.json cannot be read."), True),
+        (SchedulerError("no answer"), True),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_a_node_test_whose_end_is_not_known_keeps_its_run_directory(
+    end: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_kept: bool
+) -> None:
+    """Ctrl-C has cancelled the job."""
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+    monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
+    monkeypatch.setattr(short_jobs, "wait_for_end", Mock(side_effect=end))
+    with pytest.raises(type(end)):
+        short_jobs.run_preflight(SPEC, make_plan(SPEC), LocalBackend(), 0.0, lambda status: None)
+    assert len([*tmp_path.glob(".preflight-*/preflight-*/run.json")]) == is_kept
+    assert len([*tmp_path.iterdir()]) == is_kept
