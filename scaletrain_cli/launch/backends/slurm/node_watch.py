@@ -210,7 +210,12 @@ class NodeWatch:
         """Wait a moment for connections and for their ends, and end the attempt of a lost node."""
         for key, _ in self._selector.select(_POLL_SECONDS):
             if key.fileobj is self.server:
-                connection, _ = self.server.accept()
+                try:
+                    connection, _ = self.server.accept()
+                except OSError as error:  # the other side has gone, or too many files are open
+                    logger.warning("a connection could not be accepted: %s", error)
+                    time.sleep(_POLL_SECONDS)
+                    continue
                 _probe(connection)
                 self._selector.register(connection, selectors.EVENT_READ, [])
             else:
@@ -227,9 +232,10 @@ class NodeWatch:
             data = key.fileobj.recv(_LONGEST_LINE)
         except OSError:
             state = "silent"
-        token, name = b"".join([*key.data, data]).decode(errors="replace").rstrip("\n").partition(" ")[::2]
+        line = b"".join([*key.data, data])
+        token, name = line.decode(errors="replace").rstrip("\n").partition(" ")[::2]
         known = secrets.compare_digest(token.encode(), self.token.encode())
-        if data:
+        if data and len(line) <= _LONGEST_LINE:
             key.data.append(data)
             if known and data.endswith(b"\n"):
                 self._gone.pop(name, None)

@@ -1,11 +1,13 @@
 """Jobs that exchange a lost node for a spare one or go on without it, with recorded answers of Slurm."""
 
+import errno
 import socket
 import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -253,6 +255,28 @@ def test_a_spare_node_that_does_not_respond_ends_no_attempt(watch: NodeWatch) ->
     reset(connect(watch, "n2"))
     until_signaled(watch)
     assert failures(watch) == ["node-0001-n2-silent.json"]
+
+
+def test_the_watch_goes_on_after_a_connection_that_it_could_not_accept(
+    watch: NodeWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_watch.time, "sleep", lambda seconds: None)
+    with socket.create_connection(watch.server.getsockname()), monkeypatch.context() as full:
+        full.setattr(socket.socket, "accept", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        watch.look()
+    watch.look()  # accepts it
+    reset(connect(watch, "n2"))
+    until_signaled(watch)
+    assert failures(watch) == ["node-0001-n2-silent.json"]
+
+
+def test_the_watch_closes_a_connection_that_sends_more_than_a_line(watch: NodeWatch) -> None:
+    with socket.create_connection(watch.server.getsockname()) as stranger:
+        watch.look()
+        stranger.sendall(bytes(5000))
+        while len(watch._selector.get_map()) > 1:
+            watch.look()
+            assert sum(len(chunk) for key in watch._selector.get_map().values() for chunk in key.data or ()) < 2048
 
 
 def test_a_stranger_cannot_end_an_attempt(watch: NodeWatch) -> None:
