@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +22,7 @@ from scaletrain_cli.rundir.paths import RunDir, Sweep, SweepPlace, read_sweep_pl
 
 MOST_POINTS = 500
 _LONGEST_ID = 100
+_END_SECONDS, _POLL_SECONDS = 10.0, 0.2  # for the ends of cancelled jobs that have begun no attempt
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,16 @@ def submit_as_array(sweep: str, points: Sequence[Point], cap: int) -> list[Submi
 
 def _cancel_submitted(made: Sequence[CreatedRun], scheduler: Backend) -> list[str]:
     """Cancel the points just submitted, the last first, so that none starts; return the ids that are not cancelled."""
-    left = []
-    for one in reversed([one for one in made if one.created]):
+    left, until = [], time.time() + _END_SECONDS
+    for run, record in [(one.run, one.record) for one in reversed(made) if one.created]:
         try:
-            scheduler.cancel(one.run, one.record)
-            if not one.run.attempts() and not scheduler.job(one.run, one.record).may_be_active:
-                shutil.rmtree(one.run.path)  # so that the same sweep can be submitted again
+            scheduler.cancel(run, record)
+            while (is_left := scheduler.job(run, record).may_be_active) and not run.attempts() and time.time() < until:
+                time.sleep(_POLL_SECONDS)
+            if not is_left and not run.attempts():
+                shutil.rmtree(run.path)  # so that the same sweep can be submitted again
         except SchedulerError:
-            left.append(one.run.run_id)
+            left.append(run.run_id)
     return left
 
 

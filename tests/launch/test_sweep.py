@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,26 @@ def test_on_this_machine_a_run_waits_for_the_one_before_it(forked_jobs: None) ->
 
     (before,), (after,) = (read_attempts(one.run) for one in (first, second))
     assert before.ended <= after.started
+
+
+def test_a_waiting_run_of_a_sweep_that_fails_on_this_machine_is_removed_once_its_supervisor_has_ended(
+    forked_jobs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = LocalBackend(engine=ENGINE)
+    three = [
+        replace(point, spec=point.spec.model_copy(update={"env": {"FAKE": "{}"}}))
+        for point in points(scheduler, 1, 2, 3)
+    ]
+    start = LocalBackend.submit
+
+    def submit(self: LocalBackend, run: RunDir, record: RunRecord) -> str:
+        if run.run_id == "s-seed-3":
+            raise SchedulerError("no memory for a process.")
+        return start(self, run, record)
+
+    monkeypatch.setattr(LocalBackend, "submit", submit)
+    with pytest.raises(SchedulerError, match="none is submitted: no memory"):
+        submit_sweep("s", three, cap=1)
+    assert [run.run_id for run in list_runs()] == ["s-seed-1"], "it has begun"
+    monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
+    assert [one.created for one in submit_sweep("s", three, cap=1)] == [False, True, True]
