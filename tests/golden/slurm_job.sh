@@ -122,14 +122,16 @@ case "${decision[0]-}" in requeue | restart) ;; *) exit "$code" ;; esac
 [ "${decision[0]}" = restart ] || ended_by_slurm= # a signal that came before was no end of the job
 
 # Slurm changes pending jobs only: requeue first. The trap keeps this shell alive.
+# A run that is cancelled meanwhile begins no attempt: its job must not wait for nodes.
 requeue() {
     scontrol requeue "$SLURM_JOB_ID" || return
+    [ ! -e "$run/cancelled" ] || { scancel "$SLURM_JOB_ID"; return; }
     [ "${#decision[@]}" = 1 ] || scontrol update "JobId=$SLURM_JOB_ID" "${decision[@]:1}"
     exit "$code"
 }
 
 for pause in 5 15 30 0; do # retry: slurmctld may be down for a moment
-    [ -z "$ended_by_slurm" ] || break
+    [ -z "$ended_by_slurm" ] && [ ! -e "$run/cancelled" ] || break
     requeue
     sleep "$pause" &
     wait $!

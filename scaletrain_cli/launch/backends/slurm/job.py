@@ -63,7 +63,6 @@ from scaletrain_cli.worker.failures import read_failures
 
 logger = logging.getLogger(__name__)
 _SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
-_NOT_REQUEUED = Reason("slurm.job-not-requeued")
 # States of nodes on which no further job would start: a health check or an administrator wants them free.
 _LEAVES = re.compile("DRAIN|FAIL|REBOOT|MAINT")
 _PAUSE_SECONDS = 60  # after an attempt without progress, which an outage of some minutes may have ended
@@ -102,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return end(run, record, options.attempt, code, os.environ, stop_reason, may_restart=options.may_restart)
         if stop_reason is not None:  # Slurm is ending the job, and may still requeue it
             return withdraw_restart(run, options.attempt, stop_reason, left_to_scheduler=True).exit_code
-        return conclude_run(run, withdraw_restart(run, options.attempt, _NOT_REQUEUED))
+        why = Reason("launch.stop-cancelled") if run.is_cancelled else Reason("slurm.job-not-requeued")
+        return conclude_run(run, withdraw_restart(run, options.attempt, why))
     except Exception as error:
         found, full = known_error(error, options.word), is_full(error)
         code = ExitCode.DO_NOT_REQUEUE if full else found.exit_code

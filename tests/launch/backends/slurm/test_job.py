@@ -121,6 +121,16 @@ def test_a_requeue_that_slurm_refuses_ends_the_run(made: MadeRun, capfd: pytest.
     assert "`scaletrain resume`" in made.events("stopped")[-1]["why"]
 
 
+def test_a_run_that_is_cancelled_before_its_job_is_requeued_is_cancelled(made: MadeRun) -> None:
+    say(made, "begin")
+    say(made, "end", "--attempt=1", "--srun-exit-code=1")
+    made.run.stop_file.touch()
+    assert say(made, "not-requeued", "--attempt=1") == 1
+    assert not read_attempt(made.run, 1).decision.requeue
+    assert [event["code"] for event in made.events("stopped")] == ["launch.stop-cancelled"]
+    assert len(made.events("cancelled")) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "options", "word", "code", "stopped"),
     [

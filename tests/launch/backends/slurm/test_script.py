@@ -196,6 +196,29 @@ def test_bash_passes_every_value_on_unchanged(env: dict[str, str], run_folder: s
         assert all(environment["PATH"] == path for _, _, environment in (begin, end, requeue))
 
 
+@pytest.mark.parametrize(
+    ("program", "calls"),
+    [
+        ("srun", ["not-requeued"]),
+        ("scontrol", ["scontrol requeue 42", "scancel 42", "sleep 5", "not-requeued"]),
+    ],
+    ids=["before", "meanwhile"],
+)
+def test_the_job_of_a_run_that_is_cancelled_before_its_requeue_does_not_wait_for_nodes_again(
+    tmp_path: Path, program: str, calls: list[str]
+) -> None:
+    recorded, python, run = Recorded(tmp_path), tmp_path / "opt" / "python", RunDir(tmp_path / "r")
+    for name in (python, recorded.bin / "sleep", recorded.bin / "scancel"):
+        recorded.program(name)
+    run.path.mkdir()
+    cancels = recorded.bin / program
+    cancels.write_text(cancels.read_text().replace("code=0\n", f"code=0\n/usr/bin/touch '{run.stop_file}'\n"))
+    done = recorded.run(job_script(make_spec(), "r", run.path, str(python)), tmp_path, HOME=str(tmp_path))
+    assert (done.returncode, done.stderr) == (75, "")
+    after_end = [" ".join([name, *words]) for name, words, _ in recorded.calls[3:]]
+    assert ["not-requeued" if "not-requeued" in call else call for call in after_end] == calls
+
+
 @pytest.mark.parametrize("more", [(), ("secret_env=[HF_TOKEN, SCALETRAIN_TOKEN]",)], ids=["no secrets", "secrets"])
 def test_only_allowed_variables_of_the_jobs_environment_reach_the_ranks(tmp_path: Path, more: tuple[str, ...]) -> None:
     recorded, python = Recorded(tmp_path), tmp_path / "opt" / "python"
