@@ -47,7 +47,7 @@ from scaletrain_cli.launch.backends.kubernetes.manifest import (
     to_yaml,
 )
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.launch.backends.kubernetes.names import parse_id
+from scaletrain_cli.launch.backends.kubernetes.names import Workload, parse_id
 from scaletrain_cli.launch.backends.kubernetes.objects import (
     apply_owned,
     delete_workload,
@@ -70,7 +70,7 @@ from scaletrain_cli.launch.backends.kubernetes.preparation import (
 )
 from scaletrain_cli.launch.backends.kubernetes.view_pod import session_command
 from scaletrain_cli.launch.code import take_snapshot
-from scaletrain_cli.launch.job import Job
+from scaletrain_cli.launch.job import Job, open_request
 from scaletrain_cli.launch.submit import make_record
 from scaletrain_cli.plan.data_size import DataSize
 from scaletrain_cli.plan.result import RunPlan
@@ -280,6 +280,7 @@ class KubernetesBackend(Backend):
             record_event(run, "cancelled", job_id=preparing.job_id)
             return
         if (ref := job_ref_of(run, record)) is None:
+            self._remove_lost(run, record)
             touch(run.stop_file)
             record_event(run, "cancelled")
             return
@@ -302,10 +303,18 @@ class KubernetesBackend(Backend):
         if targets:
             with contextlib.suppress(SchedulerError):  # the output is deleted with the pods
                 self._logs(run, record, ref, cluster).fetch()
-        elif seen.workload is None and not ref.confirmed:
-            remove_leftovers(cluster, ref, record)
+        else:
+            self._remove_lost(run, record)
         if not (seen.pods and shares_volume(run)):  # else the first pod records it, once all have saved
             record_event(run, "cancelled", job_id=ref.job_id)
+
+    def _remove_lost(self, run: RunDir, record: RunRecord) -> None:
+        """Delete what a request without an answer has left; its number is that of the next submission."""
+        spec = record.spec.cluster.kubernetes
+        lost = Workload(record.run_id, next_submission_number(run), backend=spec.backend)
+        with contextlib.suppress(SchedulerError, UsageError):  # the run is cancelled, even if it cannot be deleted
+            if open_request(run) is not None:
+                remove_leftovers(self._cluster(record.spec), JobRef(lost.id, spec.used_namespace, spec.context), record)
 
     def remove_ended(self, run: RunDir, record: RunRecord) -> list[str]:
         """Delete the run's workloads, all of which have ended, with their dependents; return their names."""

@@ -125,6 +125,20 @@ def test_an_unsettled_request_has_not_ended_and_stays(made: MadeRun, api: FakeAp
     assert submit(made).endswith("-s1")
 
 
+def test_a_cancel_removes_what_a_request_has_left_that_status_took_for_lost(
+    made: MadeRun, api: FakeApi, later: Callable[[], None]
+) -> None:
+    api.refusals[("create", "jobsets")] = UNAVAILABLE
+    with pytest.raises(SchedulerSilentError):
+        submit(made)
+    del api.refusals[("create", "jobsets")]
+    later()
+    assert "never submitted" in job(made).detail
+    assert api.all("configmaps"), "the server may be slower than that, so that status deletes nothing"
+    cancel(made)
+    assert not api.objects
+
+
 def test_a_spec_that_was_changed_after_a_lost_request_is_submitted_with_its_own_record(
     made: MadeRun, api: FakeApi, later: Callable[[], None]
 ) -> None:
