@@ -55,8 +55,7 @@ def command(
             if seconds is None:
                 raise
             warn(str(known_error(error, "recover")))
-            pause(seconds)
-            continue
+            chosen = []
         for run in chosen if runs else ():
             require_own_run(run, trust_owner=False, remedy="Let its owner run this command")
         done = recover_runs(chosen, (lambda found: None) if as_json else _show)

@@ -43,15 +43,13 @@ from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec, override_spec
 from scaletrain_cli.text import did_you_mean
 
+_OF_BOTH = ("cluster.spare_nodes=0", "checkpoint.keep_best=null", "checkpoint.mirror={to: null}", "tracking=[]")
 _SETTINGS = (
+    *_OF_BOTH,
     "env.SCALETRAIN_ONLY=rehearsal",
-    "cluster.spare_nodes=0",
     "evaluation={every: 0}",
     "training.early_stopping={patience: 0}",
-    "checkpoint.keep_best=null",
-    "checkpoint.mirror={to: null}",
     "restarts={preemption: 3, node: 0, crash: 0, oom: 0}",
-    "tracking=[]",
     "telemetry={enabled: false}",
     "notify=[]",
 )
@@ -118,9 +116,8 @@ def _on_nodes(spec: RunSpec, nodes: int) -> list[str]:
         "training.tokens": "null",
         "training.steps": spec.total_steps,
     }
-    if (
-        layout.pipeline_parallel > 1 and layout.virtual_pipeline == 1
-    ):  # memory may divide that of fewer nodes in another way
+    if layout.pipeline_parallel > 1 and layout.virtual_pipeline == 1:
+        # memory may divide that of fewer nodes in another way
         blocks = layout.pipeline_split or framework_of(spec).blocks_by_stage(spec.transformer, layout.pipeline_parallel)
         changed |= {"layout.virtual_pipeline": 1, "layout.pipeline_split": list(blocks)}
     return [f"{key}={value}" for key, value in changed.items()]
@@ -196,13 +193,9 @@ def result_of(run: RunDir, status: RunStatus, options: Options) -> tuple[Rehears
         why = Reason("rehearsal.timed-out") if late else Reason("rehearsal.ended", {"why": status.reason})
         # before the first item: the data, the layout or the nodes were refused
         broken = found.running or next((name for name in options.items if found.item(name) is None), options.items[-1])
-        missing = [Item(broken, "failed", why)]
-        missing += [
-            Item(name, "skipped", Reason("rehearsal.not-reached"))
-            for name in options.items
-            if name != broken and found.item(name) is None
-        ]
-        found = found.with_items(missing)
+        left = [name for name in options.items if name != broken and found.item(name) is None]
+        skipped = [Item(name, "skipped", Reason("rehearsal.not-reached")) for name in left]
+        found = found.with_items([Item(broken, "failed", why), *skipped])
     lines = read_spec_lines(run)
     located = Rehearsal(found.run_id, found.created, tuple(item.located(lines) for item in found.items), found.measured)
     if read_rehearsal(run) is None or not complete:
@@ -223,15 +216,12 @@ def _from_logs(run: RunDir) -> Rehearsal | None:
 
 
 _PREFLIGHT_SETTINGS = (
+    *_OF_BOTH,
     "name=preflight",
     "guard.preflight=always",
     "env.SCALETRAIN_ONLY=preflight",
     "restarts={preemption: 0, node: 0, crash: 0, oom: 0}",
-    "tracking=[]",
     "evaluation.tasks=[]",
-    "cluster.spare_nodes=0",
-    "checkpoint.keep_best=null",
-    "checkpoint.mirror={to: null}",
 )
 
 
@@ -271,9 +261,7 @@ def run_preflight(
         raise UsageError(Reason("runs.root-not-writable", {"folder": str(runs_root()), "said": str(error)})) from error
 
     def remove() -> None:
-        shutil.rmtree(folder / name, ignore_errors=True)
-        if folder != runs_root():
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder / name if folder == runs_root() else folder, ignore_errors=True)
 
     # Without an answer the scheduler may have the job, and only this folder identifies it.
     with undone_if_refused(remove, BaseException):
