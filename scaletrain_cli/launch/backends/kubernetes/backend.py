@@ -175,15 +175,14 @@ class KubernetesBackend(Backend):
         rendered, excluded = self._manifest(run, record, lambda: cluster)
         spec, workload = record.spec.cluster.kubernetes, rendered.workload
         found = cluster.get(kind_of(rendered.workload_object), spec.used_namespace, workload.name)
-        ref = JobRef(workload.id, spec.used_namespace, spec.context)
         if found is not None:
             refuse_foreign(cluster, found, rendered, record)
         else:  # of a request that was lost: nothing can change its ConfigMap
-            remove_leftovers(cluster, ref, record)
+            remove_leftovers(cluster, workload, spec.used_namespace, record)
         if not has_archive(rendered.objects[0].get("binaryData", {})):
             upload_code(run, record)
         try:
-            with submission_recorded(run, ref):
+            with submission_recorded(run, JobRef(workload.id, spec.used_namespace, spec.context)):
                 apply_owned(cluster, rendered.objects, found)
         except SchedulerSilentError as error:
             failure = error.reason or recorded(error.message)
@@ -314,7 +313,7 @@ class KubernetesBackend(Backend):
         lost = Workload(record.run_id, next_submission_number(run), backend=spec.backend)
         with contextlib.suppress(SchedulerError, UsageError):  # the run is cancelled, even if it cannot be deleted
             if open_request(run) is not None:
-                remove_leftovers(self._cluster(record.spec), JobRef(lost.id, spec.used_namespace, spec.context), record)
+                remove_leftovers(self._cluster(record.spec), lost, spec.used_namespace, record)
 
     def remove_ended(self, run: RunDir, record: RunRecord) -> list[str]:
         """Delete the run's workloads, all of which have ended, with their dependents; return their names."""

@@ -10,7 +10,6 @@ from scaletrain_cli.launch.backends.kubernetes import names
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED, dead_nodes
-from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing, reason
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, has_ended, is_ready
@@ -61,17 +60,16 @@ def stop_requested(
         yield
 
 
-def remove_leftovers(cluster: Cluster, ref: JobRef, record: RunRecord) -> None:
+def remove_leftovers(cluster: Cluster, workload: names.Workload, namespace: str, record: RunRecord) -> None:
     """Delete ownerless objects that were created for a workload that the server did not accept."""
-    workload = names.Workload(record.run_id, names.submission_number(ref.job_id), backend=names.parse_id(ref.job_id)[0])
     left = [(kinds.CONFIG_MAP, workload.config_map)]
     left += [(kinds.RUNTIME, workload.name)] if workload.backend == "trainjob" else []
     left += [(kinds.NATIVE_POD_GROUP, workload.name)] if record.spec.cluster.kubernetes.native_gang != "none" else []
     for kind, name in left:
         with contextlib.suppress(SchedulerError):
-            there = cluster.get(kind, ref.namespace, name)
+            there = cluster.get(kind, namespace, name)
             if there is not None and names.belongs_to(there, record) and not there["metadata"].get("ownerReferences"):
-                cluster.delete(kind, ref.namespace, name, uid=there["metadata"]["uid"], background=True)  # at once
+                cluster.delete(kind, namespace, name, uid=there["metadata"]["uid"], background=True)  # at once
 
 
 def apply_owned(cluster: Cluster, objects: Sequence[Object], found: Object | None) -> None:
