@@ -128,9 +128,8 @@ def run_node(options: AgentOptions) -> int:
             logger.warning("%s", note)
         if found.problems:
             first, *others = found.problems
-            raise WrongNodesError(
-                Reason("node.unfit", {"problems": "; ".join(map(str, found.problems))}) if others else first
-            )
+            cause = Reason("node.unfit", {"problems": "; ".join(map(str, found.problems))}) if others else first
+            raise WrongNodesError(cause)
         if [gpu.index for gpu in found.gpus] != [*range(len(found.gpus))]:  # else CUDA takes the same ones by itself
             os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpu.uuid for gpu in found.gpus))
         watch = _run_ranks(local_ranks, run, record, options, node)

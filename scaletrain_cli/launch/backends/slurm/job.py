@@ -9,7 +9,6 @@ withdraws a restart that failed; ``watch-reservation`` signals the ranks before 
 
 import argparse
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -62,7 +61,6 @@ from scaletrain_cli.unexpected import known_error
 from scaletrain_cli.worker.failures import read_failures
 
 logger = logging.getLogger(__name__)
-_SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
 # States of nodes on which no further job would start: a health check or an administrator wants them free.
 _LEAVES = re.compile("DRAIN|FAIL|REBOOT|MAINT")
 _PAUSE_SECONDS = 60  # after an attempt without progress, which an outage of some minutes may have ended
@@ -89,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ended-by-slurm", action="store_true", help="the batch script got SIGTERM")
     options = parser.parse_args(arguments)
     run = RunDir(options.run_folder.absolute())
-    stop_reason = _SLURM_ENDS_THE_JOB if options.ended_by_slurm and not _still_runs(os.environ) else None
+    is_ended = options.ended_by_slurm and not _still_runs(os.environ)
+    stop_reason = Reason("slurm.job-being-ended") if is_ended else None
     try:
         record = read_record(run)
         if options.word == "begin":
@@ -431,21 +430,17 @@ def own_address(environment: Mapping[str, str], nodes: Sequence[str]) -> str:
     """
     own = environment.get("SLURMD_NODENAME", "")
     others = [name for name in nodes if name != own][:_ASKED_NODES]
-    routes = itertools.chain(map(route_address, others), map(route_address, _node_addresses(others)))
-    if (address := next(filter(None, routes), None)) is not None:
+    if (address := next(filter(None, map(route_address, others)), None)) is not None:
         return address
-    names = [own, socket.gethostname()]
-    for name in names:
+    addresses = (node["NodeAddr"] for node in shown_nodes(others) if "NodeAddr" in node)
+    if (address := next(filter(None, map(route_address, addresses)), None)) is not None:
+        return address
+    host = socket.gethostname()
+    for name in filter(None, (own, host)):
         with contextlib.suppress(OSError):
-            if name:
-                socket.getaddrinfo(name, None)
-                return name
-    return names[-1]
-
-
-def _node_addresses(names: Sequence[str]) -> Iterator[str]:
-    """Yield the addresses at which slurmctld reaches these nodes; none if Slurm does not answer."""
-    yield from (node["NodeAddr"] for node in shown_nodes(names) if "NodeAddr" in node)
+            socket.getaddrinfo(name, None)
+            return name
+    return host
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempt
@@ -54,6 +53,7 @@ _ASK_SECONDS = 15.0  # between two questions to Slurm, times the index of a node
 _ANSWERS = 2  # that say that the first node is lost: a restart of its slurmd looks so for a moment
 _UNFIT_SECONDS = 24 * 3600.0
 _LONGEST_LINE = 1024
+_FILE = "node-watch.json"
 logger = logging.getLogger(__name__)
 
 
@@ -78,10 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ExitCode.DONE
 
 
-def _place(run: RunDir) -> Path:
-    return run.path / "node-watch.json"
-
-
 def serve(run: RunDir, script: int, start: str, environment: Mapping[str, str]) -> None:
     """Watch from the first node; Slurm kills the process at the end of the job."""
     names = node_names(environment["SLURM_STEP_NODELIST"])
@@ -90,7 +86,7 @@ def serve(run: RunDir, script: int, start: str, environment: Mapping[str, str]) 
     server, address = socket.create_server(("", 0), backlog=len(names)), own_address(environment, names)
     watch = NodeWatch(run, script, server)
     there = {"start": start, "address": address, "port": server.getsockname()[1], "token": watch.token}
-    replace_file(_place(run), json.dumps(there), private=True)
+    replace_file(run.path / _FILE, json.dumps(there), private=True)
     while True:
         watch.look()
 
@@ -124,7 +120,7 @@ class Member:
 
     def hold(self) -> None:
         """Keep a connection to the first node until it breaks. The attempt ends if that node does not respond."""
-        found = read_document(_place(self.run)) or {}
+        found = read_document(self.run.path / _FILE) or {}
         if found.get("start") != self.start:
             return
         name = self.environment["SLURMD_NODENAME"]
@@ -196,8 +192,8 @@ class NodeWatch:
     server: socket.socket
     token: str = field(default_factory=secrets.token_hex, init=False)  # or anyone could end an attempt
     _selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector, init=False)
-    # By name: the node does not respond, or its process has ended, as at a shutdown. Until it connects again.
-    _gone: dict[str, Literal["silent", "ended"]] = field(default_factory=dict, init=False)
+    # By name, "silent": the node does not respond; "ended": its process, as at a shutdown. Until it connects again.
+    _gone: dict[str, str] = field(default_factory=dict, init=False)
     _attempt: int = field(default=0, init=False)
     _recorded: set[str] = field(default_factory=set, init=False)  # lost in this attempt
     _since: float | None = field(default=None, init=False)
@@ -226,12 +222,10 @@ class NodeWatch:
     def _read(self, key: selectors.SelectorKey) -> None:
         """Take the name of a node, or note that its connection has broken."""
         assert isinstance(key.fileobj, socket.socket), "the server is handled by the caller"
-        state: Literal["silent", "ended"] = "ended"
-        data = b""
         try:
-            data = key.fileobj.recv(_LONGEST_LINE)
+            data, state = key.fileobj.recv(_LONGEST_LINE), "ended"
         except OSError:
-            state = "silent"
+            data, state = b"", "silent"
         line = b"".join([*key.data, data])
         token, name = line.decode(errors="replace").rstrip("\n").partition(" ")[::2]
         known = secrets.compare_digest(token.encode(), self.token.encode())

@@ -263,16 +263,13 @@ def cancel_jobs(run: RunDir) -> None:
     running = [row for row in active if row.state in ("running", "suspended", "unknown")]
     for row in running:
         if row.user != user_name():
-            _require_permission(row, run)
+            # Running processes ignore SIGCONT.
+            _call_for(row, run, ["scancel", "--signal=CONT"], "slurm.job-of-other-user", user=row.user)
     for row in running:
         if row.state == "suspended":  # a stopped process cannot save, and Slurm would kill it without continuing it
             # `scontrol resume` refuses a job that SIGSTOP has stopped.
             resume = ["scancel", "--signal=CONT"] if row.slurm_state == "STOPPED" else ["scontrol", "resume"]
-            try:
-                call_slurm([*resume, row.job_id])
-            except SchedulerError as error:
-                params = {"job": row.job_id, "run": run.run_id, "failure": cause_of(error)}
-                raise SchedulerError(Reason("slurm.cannot-resume-suspended", params)) from error
+            _call_for(row, run, resume, "slurm.cannot-resume-suspended")
     for row in active:
         # A requeued job is first completing; then Slurm does not start it again. A job that has ended stays as it is.
         if row.state == "queued" or row.slurm_state == "COMPLETING":
@@ -296,13 +293,13 @@ def cancel_jobs(run: RunDir) -> None:
         forget_secrets(run)
 
 
-def _require_permission(row: JobRow, run: RunDir) -> None:
-    """Raise SchedulerError unless this user may signal the job. Sends SIGCONT, which running processes ignore."""
+def _call_for(row: JobRow, run: RunDir, command: Sequence[str], code: str, **params: object) -> None:
+    """Run the command for a job. Raises SchedulerError with this reason if Slurm refuses."""
     try:
-        call_slurm(["scancel", "--signal=CONT", row.job_id])
+        call_slurm([*command, row.job_id])
     except SchedulerError as error:
-        params = {"job": row.job_id, "run": run.run_id, "user": row.user, "failure": cause_of(error)}
-        raise SchedulerError(Reason("slurm.job-of-other-user", params)) from error
+        params |= {"job": row.job_id, "run": run.run_id, "failure": cause_of(error)}
+        raise SchedulerError(Reason(code, params)) from error
 
 
 # ---- squeue and sacct ------------------------------------------------------------------------------------------------

@@ -41,13 +41,8 @@ def environment_lines(spec: RunSpec) -> Iterator[str]:
     yield f"    {'|'.join([TOKEN, *spec.secret_env])}) ;;"
     # In lines of readable length.
     names = PASSED_ON - {TOKEN} - (_NOT_IN_CONTAINERS if spec.cluster.slurm.container is not None else set())
-    line = "    "
-    for pattern in [*_FAMILIES, *sorted(names)]:
-        if len(line) + len(pattern) > 110:
-            yield f"{line}\\"
-            line = "    "
-        line += f"{pattern}|"
-    yield f"{line.removesuffix('|')}) continue ;;"
+    lines = textwrap.wrap(" ".join([*_FAMILIES, *sorted(names)]), 106)
+    yield "|\\\n".join(f"    {line.replace(' ', '|')}" for line in lines) + ") continue ;;"
     yield "    esac"
     yield '    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name")'
     yield "done < <(env -0)"
@@ -368,9 +363,7 @@ def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None, sizes
     if (cores := cores_per_node(spec)) is not None:
         yield f"cpus-per-task={cores}"
     for name in ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist", "licenses"):
-        value = getattr(slurm, name)
-        if name == "exclude" and exclude is not None:
-            value = exclude
+        value = exclude if name == "exclude" and exclude is not None else getattr(slurm, name)
         if value is not None:
             yield f"{name}={value}"
     if slurm.switches is not None:
