@@ -194,16 +194,10 @@ def assemble(
         repeat_every=min(spec.guard.replay, due.interval_steps),
     )
     step_sync = StepSync(context, checkpointer, due, flag, ledger, profiler, state_check)
-
-    def goes_on() -> bool:
-        """Return False on every rank after a preemption signal; called between micro-batches of the reference."""
-        heartbeat.beat(resume_point.step, "evaluation")
-        return step_sync.agree(resume_point.step)[0] is not StepDecision.PREEMPT
-
     reference = None
     if composed.objective.reads_pairs:
         hashes = {name: (info.fingerprint, info.seal) for name, info in data.infos.items()}
-        reference = ReferencePass(context, mesh, stepper, hashes, goes_on)
+        reference = ReferencePass(context, mesh, stepper, hashes, partial(step_sync.goes_on, resume_point.step))
     zero_shot = None
     if data.zero_shot is not None:
         from scaletrain_cli.engine.data.images.opening import zero_shot_of  # which needs Pillow

@@ -63,6 +63,13 @@ class StepSync:
             self.schedule.save_took(cost.blocked_seconds, cost.seconds)
         return decision, agreed_measures
 
+    def goes_on(self, step: int) -> bool:
+        """Agree between two parts of an evaluation; return False on every rank after a preemption signal."""
+        if self.agree(step)[0] is StepDecision.PREEMPT:
+            return False
+        self.context.heartbeat.beat(step, "evaluation")
+        return True
+
     def save_begins(self, step: int) -> None:
         """Record that a save of the state after ``step`` steps starts."""
         self.schedule.begin_at(step)

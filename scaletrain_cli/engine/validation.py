@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ from scaletrain_cli.rundir.evaluations import is_lower_better
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.training import should_stop
-from scaletrain_cli.worker.loop_adapter import StepDecision
 
 if TYPE_CHECKING:  # which need Pillow
     from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
@@ -98,10 +98,9 @@ class Validation:
         found: list[dict[str, str]] = []
         self.composed.engine.eval()
         for row in range(min(self.context.spec.evaluation.sample_answers, len(answers))):
-            if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:
+            if not self.step_sync.goes_on(step):
                 self.composed.engine.train()
                 return None
-            self.context.heartbeat.beat(step, "evaluation")
             answer = answers.answer(self.composed.engine, self.composed.objective, row)
             found += [] if answer is None else [answer]
         self.composed.engine.train()
@@ -127,17 +126,13 @@ class Validation:
     def _zero_shot_figures(self, step: int, zero_shot: ZeroShot, ahead: ReadAhead) -> Figures | None:
         """Return the accuracy of zero-shot classification; None after a preemption signal."""
 
-        def goes_on() -> bool:
-            self.context.heartbeat.beat(step, "evaluation")
-            return self.step_sync.agree(step)[0] is not StepDecision.PREEMPT
-
         def pixels(batch: ImageMicroBatch) -> Tensor:
             prepared: Any = self.composed.objective.prepared(batch)
             return prepared.pixels  # type: ignore[no-any-return]
 
         assert isinstance(self.stepper, ModelStepper)
         batches = self._batches(ZERO_SHOT, zero_shot.reader, len(zero_shot.reader), ahead)
-        return zero_shot.measure(self.stepper.outputs, pixels, batches, goes_on)
+        return zero_shot.measure(self.stepper.outputs, pixels, batches, partial(self.step_sync.goes_on, step))
 
     def _losses(self, step: int, counts: dict[str, int], name: str, ahead: ReadAhead) -> dict[str, float] | None:
         """Return the validation loss and, of several sources, the loss of each; None after a preemption signal."""
@@ -175,9 +170,8 @@ class Validation:
         rounds = 0
         # As many micro-batches at a time as a training step has, so that a pipeline is filled as well.
         while batches := list(itertools.islice(waiting, self.context.layout.gradient_accumulation_steps)):
-            if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:
+            if not self.step_sync.goes_on(step):
                 return None
-            self.context.heartbeat.beat(step, "evaluation")
             rounds += len(batches)
             total += len(batches) * self.stepper.validation_loss([batch.to(self.context.device) for batch in batches])
         exact = self.composed.objective.take_validation_loss()

@@ -145,26 +145,17 @@ def unit_of(column: str) -> str:
     return last if last in ("seconds", "bytes", "hertz", "watts", "celsius", "ratio") and not is_rate else ""
 
 
-def classic_text(found: Sequence[Family]) -> str:
-    """Return the classic text format, without timestamps."""
+def exposition(found: Sequence[Family], *, openmetrics: bool) -> str:
+    """Return the classic text format or OpenMetrics 1.0, without timestamps."""
     lines = []
     for family in found:
-        name, kind = family.sample_name, "gauge" if family.kind == "info" else family.kind
-        lines += [f"# HELP {name} {_escaped(family.help)}", f"# TYPE {name} {kind}"]
-        lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in family.samples]
-    return "\n".join([*lines, ""])
-
-
-def openmetrics_text(found: Sequence[Family]) -> str:
-    """Return OpenMetrics 1.0, without timestamps."""
-    lines = []
-    for family in found:
-        lines.append(f"# TYPE {family.name} {family.kind}")
-        if family.unit:
-            lines.append(f"# UNIT {family.name} {family.unit}")
-        lines.append(f"# HELP {family.name} {_escaped(family.help, quotes=True)}")
+        name = family.name if openmetrics else family.sample_name
+        kind = "gauge" if family.kind == "info" and not openmetrics else family.kind
+        unit = [f"# UNIT {name} {family.unit}"] if family.unit and openmetrics else []
+        about = [f"# TYPE {name} {kind}", *unit, f"# HELP {name} {_escaped(family.help, quotes=openmetrics)}"]
+        lines += about if openmetrics else about[::-1]
         lines += [f"{family.sample_name}{_labels(labels)} {_number(value)}" for labels, value in family.samples]
-    return "\n".join([*lines, "# EOF", ""])
+    return "\n".join([*lines, *(["# EOF"] if openmetrics else []), ""])
 
 
 def _labels(labels: Mapping[str, str]) -> str:
@@ -253,7 +244,7 @@ class PrometheusTracker(Tracker[PrometheusOptions]):
         with self._lock:
             values, events = dict(self._values), dict(self._events)
         found = families(self._labels, values, self._figures, events, training=self._training)
-        return openmetrics_text(found) if openmetrics else classic_text(found)
+        return exposition(found, openmetrics=openmetrics)
 
     def answer(self, *, openmetrics: bool) -> bytes:
         """Return the text for a request, at most a second old: many requests cost as much as one a second."""

@@ -14,7 +14,7 @@ from scaletrain_cli.launch.view import RunView, Shown, ViewReader, read_view
 from scaletrain_cli.rundir.journal import append_line, read_metrics, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
-from scaletrain_cli.tracking.prometheus import classic_text, families
+from scaletrain_cli.tracking.prometheus import exposition, families
 from scaletrain_cli.ui.watch.layout import Choices
 from scaletrain_cli.ui.watch.screen import screen_lines
 from scaletrain_cli.worker.trackers import run_figures
@@ -157,8 +157,8 @@ def test_for_the_figures_for_trackers_of_4096_ranks_little_is_read(long_run: Run
     labels = {"run": "large", "name": "large", "tracking_id": "abcdefgh"}
     steps = {"step": STEPS, "loss": 3.0}
     text = partial(families, labels, steps, found, {}, training=True)
-    assert calls_of(lambda: classic_text(text())) < 3000
-    assert len(classic_text(text())) < 40_000
+    assert calls_of(lambda: exposition(text(), openmetrics=False)) < 3000
+    assert len(exposition(text(), openmetrics=False)) < 40_000
 
 
 def test_the_more_a_reading_costs_the_rarer_it_is(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader, Round
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.engine.validation import ReadAhead, Validation
 from scaletrain_cli.spec.sources import LoaderSpec
-from scaletrain_cli.worker.loop_adapter import StepDecision
 from tests.engine.alone import context_of
 from tests.engine.data.images.pictures import Pictures, layout, reader
 from tests.waiting import wait_until
@@ -124,7 +123,7 @@ def test_an_evaluation_that_is_preempted_leaves_the_loader_ready_for_training() 
     images = reader(Pictures(30), at=layout(4), size=8)
     loader: Loader[Any] = Loader(BatchesAndRounds(images.batch, {"source": images}), CPU)
     trainer = trainer_with(loader, LoaderSpec(prefetch=2))
-    trainer.validation.step_sync = SimpleNamespace(agree=lambda step: (StepDecision.PREEMPT, []))
+    trainer.validation.step_sync = SimpleNamespace(goes_on=lambda step: False)
     with contextlib.closing(loader):
         assert trainer.validation._mean_loss(5, validated(trainer, images, 20)) is None
         assert torch.equal(loader.take(3, [4]).images, images.batch(3).images)

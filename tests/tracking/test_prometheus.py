@@ -14,9 +14,8 @@ from scaletrain_cli.tracking.prometheus import (
     OPENMETRICS,
     PrometheusOptions,
     PrometheusTracker,
-    classic_text,
+    exposition,
     families,
-    openmetrics_text,
     pause_seconds,
 )
 from tests.ports import reserved_port
@@ -64,7 +63,7 @@ def parsed(text: str, *, openmetrics: bool) -> list[Any]:
 
 @pytest.mark.parametrize("openmetrics", [False, True])
 def test_the_parser_reads_every_value(openmetrics: bool) -> None:
-    text = openmetrics_text(FOUND) if openmetrics else classic_text(FOUND)
+    text = exposition(FOUND, openmetrics=openmetrics)
     read = parsed(text, openmetrics=openmetrics)
     samples = [sample for family in read for sample in family.samples]
     keys = [(sample.name, tuple(sorted(sample.labels.items()))) for sample in samples]

@@ -11,7 +11,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.telemetry.series import SeriesWriter
 from scaletrain_cli.tracking.base import Spread
-from scaletrain_cli.tracking.prometheus import families, openmetrics_text
+from scaletrain_cli.tracking.prometheus import exposition, families
 from scaletrain_cli.worker.trackers import run_figures
 
 
@@ -61,7 +61,7 @@ def test_the_figures_of_a_run(run: RunDir) -> None:
     assert found.spreads["gpu", "throttled_by_heat_ratio"] == Spread(0.0, 0.375, 0.75, "gpu1/1")
     assert found.spreads["gpu", "utilization_ratio"].worst == "gpu1/1"
     assert found.spreads["node", "memory_available_bytes"] == Spread(1e9, 1.5e9, 2e9, "gpu0")
-    text = openmetrics_text(families({"run": "r"}, {}, found, {}, training=True))
+    text = exposition(families({"run": "r"}, {}, found, {}, training=True), openmetrics=True)
     assert 'scaletrain_gpu_throttled_by_heat_ratio{run="r",statistic="max"} 0.75' in text
     assert 'scaletrain_rank_own_seconds_worst{run="r",subject="3"} 1.0' in text
 

@@ -17,7 +17,6 @@ from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.validation import ReadAhead, Validation
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
-from scaletrain_cli.worker.loop_adapter import StepDecision
 from tests.engine.alone import context_of
 from tests.engine.data.images.pictures import Pictures, reader
 from tests.engine.ranks import on_ranks
@@ -44,7 +43,7 @@ def validated(ranks: int, zero: int) -> tuple[Figures | None, Figures]:
     images = reader(Pictures(COUNT), at=layout, rank=mesh.data.rank, size=SIZE)
     own = images.without_groups()
     parts: Any = {
-        "step_sync": SimpleNamespace(agree=lambda step: (StepDecision.CONTINUE, [])),
+        "step_sync": SimpleNamespace(goes_on=lambda step: True),
     }
     record = SimpleNamespace(spec=spec, plan=SimpleNamespace(layout=layout))
     validation = Validation(

@@ -27,7 +27,6 @@ from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
 from scaletrain_cli.spec.evaluation import TEMPLATES
 from scaletrain_cli.spec.images import AugmentSpec
-from scaletrain_cli.worker.loop_adapter import StepDecision
 from tests.engine.alone import context_of
 from tests.engine.data.images.pictures import Pictures, layout, reader
 from tests.engine.data.images.test_captions import small_tokenizer
@@ -136,9 +135,9 @@ def validated_on_rank(folder: Path, ranks: int, zero: int) -> tuple[Figures | No
     plain = {"at": layout, "rank": mesh.data.rank, "size": SIZE, "augment": AugmentSpec(random_resized_crop=None)}
     pairs = reader(Pictures(COUNT), labeled=False, captions=tokenizer, **plain)
     pictures = replace(reader(Pictures(COUNT), **plain), mesh=mesh)
-    decisions = [StepDecision.CONTINUE]
+    answers = [True]
     parts: dict[str, Any] = {
-        "step_sync": SimpleNamespace(agree=lambda step: (decisions.pop() if decisions[1:] else decisions[0], [])),
+        "step_sync": SimpleNamespace(goes_on=lambda step: answers.pop() if answers[1:] else answers[0]),
     }
     stepper = build_stepper(composed, mesh, device, spec.training)
     record = SimpleNamespace(spec=spec, plan=SimpleNamespace(layout=layout))
@@ -155,7 +154,7 @@ def validated_on_rank(folder: Path, ranks: int, zero: int) -> tuple[Figures | No
     own = {name: each.without_groups() for name, each in (("source", pairs), *validation.zero_shot_readers.items())}
     with torch.no_grad(), contextlib.closing(Loader(BatchesAndRounds(pairs.batch, own), device)) as loader:
         found = validation._measured(1, {"source": COUNT}, "validation_", ReadAhead(loader, [2], 2))
-        decisions += [StepDecision.PREEMPT, *[StepDecision.CONTINUE] * 3]  # while images are classified
+        answers += [False, *[True] * 3]  # while images are classified
         left = validation._measured(1, {"source": COUNT}, "validation_", ReadAhead(loader, [2], 2))
     loss = stepper.train(pairs.batch(1).micro_batches()).loss
     return found, left, float(loss)
