@@ -24,7 +24,7 @@ def show_images(answer: Mapping[str, Any]) -> None:
         line(console, Text(f"micro-batches of {size} on {counted(replicas, 'replica')}", "dim"))
     else:
         amounts = (f"{counted(count, 'image')} of {plain(name)}" for name, count in answer["images"].items())
-    line(console, Text(f"{answer['split']}: {', '.join(amounts)}", "bold"))
+        line(console, Text(f"{answer['split']}: {', '.join(amounts)}", "bold"))
     console.print()
     for sample in answer["samples"]:
         for text in _described(sample):

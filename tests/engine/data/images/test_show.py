@@ -194,6 +194,15 @@ def test_pictures_of_a_step_are_what_the_model_gets_without_its_normalization(fo
         assert np.array_equal(picture.images[0], expected)
 
 
+def test_the_screen_of_a_step_names_its_batch_and_each_sample(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = step_view.run_command([str(folder / "spec.json"), str(folder / "runs"), "", "3", "", "", "2", ""])
+    show_images(answer)
+    shown = capsys.readouterr().out
+    assert shown.startswith("step 3 (batch 3 of the data): 2 of 8 samples\nmicro-batches of 4 on 1 replica\n\nimage ")
+    for sample in answer["samples"]:
+        assert f"sample {sample['sample']} of the run, micro-batch {sample['micro_batch']}, replica 0" in shown
+
+
 def test_mixed_pictures_name_the_other_class_and_its_share(folder: Path) -> None:
     mixed = ("data.images.augment.mixup=0.8",)
     spec = spec_of(folder, *mixed)
