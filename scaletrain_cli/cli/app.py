@@ -179,10 +179,6 @@ class CommandLine:
     params: Mapping[str, Any]
 
     @property
-    def json_words(self) -> list[str]:
-        return ["--json"] if self.params.get("as_json") else []
-
-    @property
     def quoted(self) -> list[str]:
         """All words, quoted for a shell."""
         return [shlex.quote(word) for word in (*self.verb, *self.rest)]

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -128,8 +128,9 @@ def command(
             raise UsageError("--recipe copies a complete spec. Remove the other options; use --set to change a key.")
         contents = _recipe(recipe, target)
     else:
-        tuned = None if model is None else _Tuned(find_model(model, reads_tokenizer=True), _rows(data), lora)
-        contents = {target: _fitting_spec(preset, tuned, gpu, gpus_per_node, nodes, scheduler)}
+        tuned = None if model is None else find_model(model, reads_tokenizer=True)
+        rows = None if model is None else _rows(data)
+        contents = {target: _fitting_spec(preset, tuned, rows, lora, gpu, gpus_per_node, nodes, scheduler)}
     if to_stdout:
         if as_json:
             print_json({"file": None, "text": contents[target]})
@@ -192,14 +193,6 @@ def _copy_folder(name: str, target: Path) -> list[Path]:
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
-class _Tuned(NamedTuple):
-    """A model to fine-tune, the data to fine-tune it on, and whether a LoRA adapter is trained."""
-
-    model: GivenModel
-    data: GivenData | None
-    lora: bool
-
-
 def _rows(path: str | None) -> GivenData | None:
     """Return data with the objective that fits its first row; text for other files. Raises UsageError."""
     from scaletrain_cli.data.sources.rows import Tally, rows_in
@@ -230,13 +223,18 @@ def _rows(path: str | None) -> GivenData | None:
 
 def _fitting_spec(
     preset: str | None,
-    tuned: _Tuned | None,
+    tuned: GivenModel | None,
+    data: GivenData | None,
+    lora: bool,
     gpu: str | None,
     gpus_per_node: int | None,
     nodes: int | None,
     scheduler: str | None,
 ) -> str:
-    """Return the spec with ``nodes`` nodes, or with the fewest that the planner accepts."""
+    """Return the spec with ``nodes`` nodes, or with the fewest that the planner accepts.
+
+    ``tuned``: a model to fine-tune on ``data``, with ``lora`` by an adapter.
+    """
     from scaletrain_cli.launch.backends.registry import all_backends
     from scaletrain_cli.plan import make_plan
     from scaletrain_cli.plan.advice.recipe_checks import starting_preset
@@ -247,7 +245,7 @@ def _fitting_spec(
     from scaletrain_cli.spec.starting_spec import starting_spec
 
     if preset is not None and tuned is not None:
-        raise UsageError(f"{tuned.model.reference} and --preset {preset} are both given. Give only one.")
+        raise UsageError(f"{tuned.reference} and --preset {preset} are both given. Give only one.")
     if preset is not None and preset not in presets():
         hint = f"{did_you_mean(preset, presets())}Known: {', '.join(presets())}."
         raise UsageError(f"no preset {preset}", (Problem("--preset", "", "unknown preset.", preset, hint),))
@@ -260,7 +258,7 @@ def _fitting_spec(
         say("found neither sbatch nor a kubeconfig.")
         if tuned is not None and nodes in (None, 1):
             with contextlib.suppress(InfeasibleError):
-                text = _fitting_spec(preset, tuned, gpu, gpus_per_node, nodes, DEFAULT)
+                text = _fitting_spec(preset, tuned, data, lora, gpu, gpus_per_node, nodes, DEFAULT)
                 say("The spec is for this machine. Use --scheduler slurm or --scheduler kubernetes for a cluster.")
                 return text
         scheduler = "slurm"
@@ -276,11 +274,10 @@ def _fitting_spec(
         )
     per_node = gpus_per_node or (2 if gpu == "cpu" else 1 if traits.max_nodes == 1 else 8)
     count = nodes or 1
-    model, data, lora = tuned or (None, None, False)
     given_preset = None if preset is None else starting_preset(preset)
     while True:
         settings: dict[str, Any] = {"gpu": gpu, "scheduler": scheduler, "nodes": count, "gpus_per_node": per_node}
-        text = starting_spec(preset=given_preset, model=model, data=data, lora=lora, **settings)
+        text = starting_spec(preset=given_preset, model=tuned, data=data, lora=lora, **settings)
         spec = parse_spec(text, file="the starting spec", base_dir=Path())
         if data is not None and not data.samples and (size := data_size(spec)) is not None and size.train:
             data = replace(data, samples=size.train)

@@ -175,8 +175,7 @@ def about_run(words: Sequence[str]) -> int | None:
         return None
     if len(places) > 1:
         raise UsageError(Reason("login_node.several-places", {"runs": names}))
-    first = next(run for run in found if run is not None)
-    code = _at(first, line)
+    code = _at(next(run for run in found if run is not None), line)
     if line.verb == ("rm",) and code == ExitCode.DONE and not line.params.get("dry_run"):
         for run in found:
             if run is not None and run.run_id in names:
@@ -265,7 +264,8 @@ def _report(node: LoginNode, line: CommandLine, newest: Sequence[str]) -> int:
     page = f'"${{TMPDIR:-/tmp}}"/scaletrain-report-{os.urandom(8).hex()}.html'
     sweep = line.params.get("sweep")
     named = ["--sweep", shlex.quote(sweep)] if sweep else [*map(shlex.quote, line.params["runs"] or ()), *newest]
-    code = run_interactively(node, script_of(node, ["report", *named, "-o", page, *line.json_words]))
+    as_json = ["--json"] if line.params.get("as_json") else []
+    code = run_interactively(node, script_of(node, ["report", *named, "-o", page, *as_json]))
     if code == ExitCode.DONE:
         replace_file(output, output_of(node, f"cat {page} && rm -f {page}"), public=True)
         say(f"copied to {output}")

@@ -148,8 +148,7 @@ def command() -> None:
         arguments.model_rebuild(force=True)
         tools.append(tool.model_copy(update={"parameters": arguments.model_json_schema()}))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # asyncio's handler would wait for the next line of stdin
-    server = MCPServer("scaletrain", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING", tools=tools)
-    server.run()
+    MCPServer("scaletrain", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING", tools=tools).run()
 
 
 async def _answer(verb: str, argument: str | None, options: dict[str, Any]) -> Any:

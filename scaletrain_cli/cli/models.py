@@ -90,9 +90,7 @@ def find_model(
     )
 
 
-def spec_of_model(
-    text: str, overrides: Sequence[str], *, gpus: int, gpu: str, scheduler: str | None, cluster: str | None
-) -> RunSpec:
+def spec_of_model(text: str, overrides: Sequence[str], *, gpus: int, gpu: str, cluster: str | None) -> RunSpec:
     """Return the spec that `scaletrain init` would write for this model on ``gpus`` devices. Raises UsageError."""
     from scaletrain_cli.launch.backends.registry import all_backends
     from scaletrain_cli.spec import parse_spec
@@ -106,9 +104,8 @@ def spec_of_model(
             f"--gpus {gpus} is not a multiple of {per_node} GPUs per node. Give a spec file for such nodes."
         )
     nodes = gpus // per_node
-    if scheduler is None:
-        several = next(backend.name for backend in all_backends() if backend.traits.max_nodes != 1)
-        scheduler = DEFAULT if nodes == 1 else several
+    several = next(backend.name for backend in all_backends() if backend.traits.max_nodes != 1)
+    scheduler = DEFAULT if nodes == 1 else several
     model = find_model(text, overrides, scheduler)
     written = starting_spec(model=model, gpu=gpu, scheduler=scheduler, nodes=nodes, gpus_per_node=per_node)
     return parse_spec(

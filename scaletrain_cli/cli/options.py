@@ -165,7 +165,7 @@ def confirm(question: str, yes: bool) -> None:
 
     Does not ask with ``yes``, or without a terminal.
     """
-    if yes or not _can_ask():
+    if yes or not can_ask():
         return
     if not typer.confirm(question, default=True, err=True):
         typer.echo("Nothing was done.", err=True)
@@ -179,7 +179,8 @@ def require_replaceable(option: str, file: Path) -> None:
         raise UsageError(Reason("report.place", where))
 
 
-def _can_ask() -> bool:
+def can_ask() -> bool:
+    """Return True if a person at a terminal can answer a question."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
@@ -194,7 +195,7 @@ def run_to_change(run: str | None, yes: bool) -> str:
     from scaletrain_cli.ui.console import say
 
     newest = find_run_or_newest(None)
-    if not yes and not _can_ask():
+    if not yes and not can_ask():
         raise UsageError(f"RUN is missing. The newest run is {newest.run_id}: name it, or add --yes.")
     say(f"the newest run is {newest.run_id}")
     return str(newest.path)

@@ -231,7 +231,7 @@ def _load(
         from scaletrain_cli.cli.models import USUAL_GPU, USUAL_GPUS, spec_of_model
 
         gpus, gpu = on[0] or USUAL_GPUS, on[1] or USUAL_GPU
-        return spec_of_model(name, [*overrides, *varied], gpus=gpus, gpu=gpu, scheduler=None, cluster=cluster), None
+        return spec_of_model(name, [*overrides, *varied], gpus=gpus, gpu=gpu, cluster=cluster), None
     run = load_varied(Path(name), overrides, varied, VARY, cluster)
     if run.training.epochs is None and run.training.objective not in ("sft", "dpo"):
         return run, None
@@ -286,8 +286,7 @@ def _compare(
     from scaletrain_cli.plan.advice.answer import compare, name_runs, none_feasible
 
     runs = [(Path(name), chosen, _load(name, overrides, chosen, cluster, on)[0]) for name in specs for chosen in sets]
-    named = name_runs(runs)
-    compared = compare([(name, run, None if uncalibrated else read_measurements(run)) for name, run in named])
+    compared = compare([(name, run, None if uncalibrated else read_measurements(run)) for name, run in name_runs(runs)])
     if as_json:
         print_json({"schema": "scaletrain.plan-comparison/v1", "runs": [column.to_json() for column in compared]})
     else:

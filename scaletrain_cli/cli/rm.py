@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Yes, confirm, run_argument
+from scaletrain_cli.cli.options import AsJson, Yes, can_ask, confirm, run_argument
 from scaletrain_cli.errors import ExitCode, Problem, ScaletrainError, UsageError
 from scaletrain_cli.rundir.paths import find_runs, runs_root
 from scaletrain_cli.text import bytes_text, counted, visible
@@ -53,7 +52,7 @@ def command(
         _answer(as_json, found, dry_run=True)
         say(f"{counted(len(found), 'run')} would be deleted, {bytes_text(total)}")
         return
-    if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not yes and not can_ask():
         raise UsageError("cannot ask for confirmation without a terminal.", remedy="Add --yes to delete the runs.")
     confirm(f"Delete {counted(len(found), 'run')}, {bytes_text(total)}? This cannot be undone.", yes)
     done: list[Removal] = []

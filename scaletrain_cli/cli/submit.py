@@ -27,7 +27,7 @@ from scaletrain_cli.cli.options import (
 )
 from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError, sentences
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.safe_files import require_writable
 from scaletrain_cli.text import counted, visible
 from scaletrain_cli.ui.console import document, say, suggest, warn
@@ -181,11 +181,8 @@ def command(
         passed = {"rehearsal": _rehearse(run_spec, spec, yes=yes, as_json=as_json).to_json()}
         prepared = prepared_submission()  # with the plan that the measured steps correct
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
-
-    def print_id(run: RunDir) -> None:
-        say(f"run id {run.run_id}")  # before the request, whose answer may be lost
-
-    done = prepared.create_and_submit(print_id, show_fetch(), as_choice(prepare), say)
+    # The id is printed before the request, whose answer may be lost.
+    done = prepared.create_and_submit(lambda run: say(f"run id {run.run_id}"), show_fetch(), as_choice(prepare), say)
     print_submitted(done, summary.to_json() | passed, as_json)
 
 

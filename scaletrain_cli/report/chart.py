@@ -51,6 +51,12 @@ class Span:
     origin: float
     seconds: float
 
+    def place(self, axis: Axis, step: int, time: float | None) -> float | None:
+        """Return a place on the axis, 0 to 1 within the span; None without a time."""
+        if axis == "step":
+            return (step - self.first_step) / max(1, self.last_step - self.first_step)
+        return None if time is None or self.seconds <= 0 else (time - self.origin) / self.seconds
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -163,11 +169,7 @@ def _tick_text(value: float, unit: str, scale: _Scale) -> str:
 
 
 def _x_positions(line: Line, span: Span, axis: Axis) -> list[float | None]:
-    """Return the place of each point on the axis, 0 to 1; None without a time."""
-    if axis == "step":
-        width = max(1, span.last_step - span.first_step)
-        return [(step - span.first_step) / width for step in line.steps]
-    return [None if at is None else (at - span.origin) / max(span.seconds, 1e-9) for at in line.times]
+    return [span.place(axis, step, time) for step, time in zip(line.steps, line.times, strict=True)]
 
 
 def _plot(chart: Chart, scale: _Scale, span: Span, axis: Axis) -> str:
@@ -266,12 +268,9 @@ def _mark_lines(marks: Sequence[Mapping[str, Any]], span: Span, axis: Axis) -> I
 
 def mark_place(mark: Mapping[str, Any], span: Span, axis: Axis) -> float | None:
     """Return the place of a mark on the axis, 0 to 1; None if it is not on it."""
-    if axis == "step":
-        place: float = (mark["step"] - span.first_step) / max(1, span.last_step - span.first_step)
-        return min(1.0, max(0.0, place))
-    if mark["time"] is None or span.seconds <= 0:
-        return None
-    place = (mark["time"] - span.origin) / span.seconds
+    place = span.place(axis, mark["step"], mark["time"])
+    if place is None or axis == "step":
+        return None if place is None else min(1.0, max(0.0, place))
     return place if -0.01 <= place <= 1.01 else None
 
 

@@ -86,15 +86,12 @@ def _curves(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         for name, series in found.layers.items():
             layers[name] = _latest(name, Recent(series), _LAYER_COLUMNS, ())
         subjects = {f"rank {rank}": series for rank, series in found.ranks.items()}
+        first = [found.ranks[min(found.ranks)]] if found.ranks else []
         for key, name, series, column in (
             *(("memory", name, series, "memory_bytes") for name, series in _some(subjects)),
             *(("own", name, series, "own_seconds") for name, series in _some(subjects)),
-            *(
-                ("causes", part.removesuffix("_seconds"), series, part)
-                for part in STEP_PARTS
-                for series in _rank_zero(found.ranks)
-            ),
-            *(("noise", "noise scale", series, "noise_scale") for series in _rank_zero(found.ranks)),
+            *(("causes", part.removesuffix("_seconds"), series, part) for part in STEP_PARTS for series in first),
+            *(("noise", "noise scale", series, "noise_scale") for series in first),
             *(("use", name, series, "utilization") for name, series in _some(found.gpus)),
             *(("clocks", name, series, "sm_clock_hertz") for name, series in _some(found.gpus)),
             *(("heat", name, series, "temperature_celsius") for name, series in _some(found.gpus)),
@@ -107,11 +104,6 @@ def _curves(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         joined = {field: [value for part in parts for value in part[field]] for field in parts[0]}
         charts.setdefault(key, []).append({"name": name, **joined})
     return [{"key": key, "lines": found} for key, found in charts.items()], list(layers.values())[:256]
-
-
-def _rank_zero(ranks: Mapping[int, Series]) -> Iterator[Series]:
-    if ranks:
-        yield ranks[min(ranks)]
 
 
 def _some(subjects: Mapping[str, Series]) -> Iterable[tuple[str, Series]]:
