@@ -21,18 +21,17 @@ def read_report(datasets: Mapping[str, Path], mixture: Mapping[str, Any] | None 
     sources = [_source(name, folder) for name, folder in datasets.items()]
     duplicates = {each["key"]: each for source in sources for each in source.pop("duplicates")}
     # A sum is None where a source does not have the count.
-    found = list(sources)
-    sizes = [source["bytes"] for source in found]
+    sizes = [source["bytes"] for source in sources]
     size = None if None in sizes else sum(sizes)
-    tokens = {split: sum(source["tokens"][split] for source in found) for split in _SPLITS}
-    read = [source["steps"][0]["documents"] if source["steps"] else None for source in found]
+    tokens = {split: sum(source["tokens"][split] for source in sources) for split in _SPLITS}
+    read = [source["steps"][0]["documents"] if source["steps"] else None for source in sources]
     return {
         "schema": SCHEMA,
         "sources": sources,
         "duplicates": list(duplicates.values()),
         "totals": {
             "documents_read": None if None in read else sum(read),
-            "documents": {split: sum(source["documents"][split] for source in found) for split in _SPLITS},
+            "documents": {split: sum(source["documents"][split] for source in sources) for split in _SPLITS},
             "tokens": tokens,
             "bytes": size,
             "tokens_per_byte": sum(tokens.values()) / size if size else None,

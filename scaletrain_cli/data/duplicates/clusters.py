@@ -107,8 +107,7 @@ class _TaskShingles:
 
     def of(self, row: int) -> U64:
         place = int(np.searchsorted(self._rows, row))
-        start = int(self._ends[place - 1]) if place else 0
-        return self._file.read("shingles", start, int(self._ends[place]))
+        return self._file.read("shingles", int(self._ends[place - 1]) if place else 0, int(self._ends[place]))
 
 
 class _Shingles:
@@ -116,8 +115,7 @@ class _Shingles:
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
-        self._numbering = Numbering(corpus)
-        self._starts = self._numbering.starts
+        self._starts = Numbering(corpus).starts
         self._limit = corpus.memory_bytes // 2
         self._held_bytes = 0
         self._held: OrderedDict[int, U64] = OrderedDict()

@@ -180,6 +180,12 @@ class Corpus:
     def tasks(self) -> int:
         return len(self.sources)
 
+    @cached_property
+    def source_of_task(self) -> Ids:
+        """The number of the source of each task, by the order in which the tasks name them."""
+        names = list(dict.fromkeys(self.sources))
+        return np.array([names.index(name) for name in self.sources], np.int64)
+
     def signatures(self, task: int) -> Path:
         return self.folder / "signatures" / f"{task:06d}"
 
@@ -228,14 +234,9 @@ class Numbering:
         tasks: Ids = np.searchsorted(self.starts, ids, "right").astype(np.int64) - 1
         return tasks
 
-    @cached_property
-    def _source_of_task(self) -> Ids:
-        names = list(dict.fromkeys(self._corpus.sources))
-        return np.array([names.index(name) for name in self._corpus.sources], np.int64)
-
     def sources_of(self, ids: Ids) -> Ids:
         """Return the number of the source of each document, by the order in which the tasks name them."""
-        sources: Ids = self._source_of_task[self.tasks_of(ids)]
+        sources: Ids = self._corpus.source_of_task[self.tasks_of(ids)]
         return sources
 
     def take(self, name: str, ids: Ids) -> npt.NDArray[Any]:
@@ -264,7 +265,5 @@ def source_salts(corpus: Corpus) -> npt.NDArray[np.uint64]:
     """Return what is mixed into the keys of each task's documents: its source, unless duplicates go across sources."""
     if corpus.settings.across_sources:
         return np.zeros(corpus.tasks, np.uint64)
-    names = list(dict.fromkeys(corpus.sources))
-    numbers = np.array([names.index(name) + 1 for name in corpus.sources], np.uint64)
-    salts: npt.NDArray[np.uint64] = numbers * np.uint64(0xD1342543DE82EF95)
+    salts: npt.NDArray[np.uint64] = (corpus.source_of_task + 1).astype(np.uint64) * np.uint64(0xD1342543DE82EF95)
     return salts

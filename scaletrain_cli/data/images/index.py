@@ -83,7 +83,6 @@ def index_images(
     runs_root: Path,
     workers: int,
     progress: Progress,
-    folder: Path = Path(),
     *,
     key: str = "data.source",
     failure: Path | None = None,
@@ -96,7 +95,7 @@ def index_images(
     fails. Raises UsageError for input that cannot be used, other ScaletrainErrors, and OSError.
     """
     require("PIL.Image", "vision")
-    listing = list_source(path, settings, folder, key)
+    listing = list_source(path, settings, Path(), key)
     if (found := _found(listing, settings, runs_root / "datasets")) is not None:
         return found
     datasets = make_datasets_folder(runs_root)

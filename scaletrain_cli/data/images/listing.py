@@ -398,11 +398,8 @@ def class_of_path(name: str, has_splits: bool) -> str | None:
 
 
 def reads_beside(settings: ImageSettings) -> tuple[str, ...]:
-    found: list[str] = []
-    found += label_suffixes(settings)
-    if settings.captions:
-        found += Member.of(settings.caption, CAPTION).suffixes
-    return tuple(dict.fromkeys(found))
+    of_captions = Member.of(settings.caption, CAPTION).suffixes if settings.captions else ()
+    return tuple(dict.fromkeys([*label_suffixes(settings), *of_captions]))
 
 
 def label_suffixes(settings: ImageSettings) -> tuple[str, ...]:
@@ -413,10 +410,8 @@ def label_suffixes(settings: ImageSettings) -> tuple[str, ...]:
 
 
 def _beside(path: str, member: Member) -> object:
-    contents: dict[str, bytes] = {}
     for suffix in member.suffixes:
         beside = Path(path).with_suffix(f".{suffix}")
         if beside.is_file():
-            contents[suffix] = beside.read_bytes()
-            break
-    return member.value(contents)
+            return member.value({suffix: beside.read_bytes()})
+    return member.value({})

@@ -178,8 +178,7 @@ class DigitsUnit:
             rows = [[round(value * 255 / _SHADES) for value in row] for row in pixels.tolist()]
             image = b"P5 %d %d 255\n" % (len(rows[0]), len(rows)) + bytes(value for row in rows for value in row)
             place = f"{SKLEARN_DIGITS}, image {number + 1}"
-            caption = f"a handwritten {_WORDS[digit]}"
-            yield Found("", 0, offset, f"digit-{number:04d}", "", image, digit, caption, place)
+            yield Found("", 0, offset, f"digit-{number:04d}", "", image, digit, f"a handwritten {_WORDS[digit]}", place)
             offset += len(image)
 
 

@@ -235,7 +235,7 @@ class _Running:
         self._step = chain.steps[number]
         self._path = chain.decisions(number, task)
         known = read_decisions(self._path)
-        self._known = None if known is None else known.removed_numbers
+        self._known = None if known is None else frozenset[int]().union(*known.removed.values())
         self._made = Decisions()
         self._by_number: dict[int, Removed] | None = None
         self._shown: Collection[int] = ()

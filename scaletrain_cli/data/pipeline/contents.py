@@ -76,8 +76,7 @@ def _read(
     with Workers(min(workers, len(units)), claims.owner) as pool:
         run_stage(stage, claims, pool, progress)
     found = [_result(unit) for unit in units]
-    digests = [digest for hashes in found for digest in hashes or ()]
-    return hashes_from_ranges(files, ranges, digests)
+    return hashes_from_ranges(files, ranges, [digest for hashes in found for digest in hashes or ()])
 
 
 def _units(ranges: Sequence[FileRange]) -> Iterator[tuple[FileRange, ...]]:

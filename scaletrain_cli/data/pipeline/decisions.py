@@ -90,10 +90,6 @@ class Decisions:
         numbers.append(number)
         return len(numbers)
 
-    @property
-    def removed_numbers(self) -> frozenset[int]:
-        return frozenset(number for numbers in self.removed.values() for number in numbers)
-
     def write(self, path: Path) -> None:
         """Write the decisions, whole or not at all. Raises OSError."""
         write_whole(path, json.dumps(vars(self) | {"counts": dict(sorted(self.counts.items()))}, ensure_ascii=False))
