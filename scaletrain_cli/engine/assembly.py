@@ -329,8 +329,7 @@ def _least_loss(spec: RunSpec, layout: Layout, objective: Objective, train: Samp
     targets = None
     if spec.training.objective == "regression" and isinstance(train, JoinedImages):
         apart = -(-len(train) // _TARGETS_READ)
-        labels = [train.label(number) for number in range(0, len(train), apart)]
-        targets = torch.tensor(labels, dtype=torch.float32)
+        targets = torch.tensor([train.label(number) for number in range(0, len(train), apart)], dtype=torch.float32)
     return objective.uninformed_loss(layout.global_batch_size, targets)
 
 

@@ -153,10 +153,6 @@ class Composed:
     stage: PipelineStage | None  # None without a pipeline
     averages_statistics: bool = False  # those of BatchNorm, which differ from rank to rank
 
-    def replace_by(self, other: "Composed") -> None:
-        """Take over the parts of another object."""
-        vars(self).update(vars(other))
-
 
 def compose(
     spec: RunSpec,

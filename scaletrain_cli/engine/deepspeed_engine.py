@@ -141,7 +141,7 @@ def prepare_deepspeed(device: torch.device) -> None:
     """
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    with _unavailable("mlflow"):
+    with _without_mlflow():
         import deepspeed
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
@@ -153,20 +153,20 @@ def prepare_deepspeed(device: torch.device) -> None:
 
 
 @contextmanager
-def _unavailable(module: str) -> Generator[None]:
-    """A context in which a module cannot be imported, unless it is loaded already.
+def _without_mlflow() -> Generator[None]:
+    """A context in which MLflow cannot be imported, unless it is loaded already.
 
     DeepSpeed's autotuner, which its engine imports and this one never uses, loads MLflow wherever that is installed:
     more than a second of CPU time at the start of every rank.
     """
-    if module in sys.modules:
+    if "mlflow" in sys.modules:
         yield
         return
-    sys.modules[module] = None  # type: ignore[assignment]
+    sys.modules["mlflow"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        del sys.modules[module]
+        del sys.modules["mlflow"]
 
 
 def _load_muon_uncompiled() -> None:

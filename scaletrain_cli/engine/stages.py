@@ -83,7 +83,7 @@ class StageSwitch:
             spec, layout, self.mesh, device, swap_folder=self.swap_folder, trained=self.stage, source=weights
         )
         built.objective.continue_from(objective)
-        composed.replace_by(built)
+        vars(composed).update(vars(built))  # all parts of the run hold this object
         self.stepper.engine_was_built()
         self.checkpointer.engine_was_built()
         self.stragglers.watch(composed.engine, self.context.layout)

@@ -305,10 +305,7 @@ class ModelStepper(Stepper):
         return found
 
     def _forward(self, batch: Inputs, output: Callable[[Any, Any, Any], Any]) -> Any:
-        def of_batch(model: Any, outputs: Any) -> Any:
-            return output(model, outputs, batch)
-
-        return self._engine(*batch.inputs, output=of_batch)
+        return self._engine(*batch.inputs, output=lambda model, outputs: output(model, outputs, batch))
 
 
 # By the names of deepspeed.runtime.pipe.schedule.

@@ -10,7 +10,7 @@ warnings.simplefilter("ignore")  # DeepSpeed's import warns, and no test is ther
 
 from scaletrain_cli.engine import deepspeed_engine  # noqa: E402
 
-with deepspeed_engine._unavailable("mlflow"):  # as prepare_deepspeed does
+with deepspeed_engine._without_mlflow():  # as prepare_deepspeed does
     importlib.import_module("deepspeed.pipe")
 deepspeed_engine._load_muon_uncompiled()
 for _name in (

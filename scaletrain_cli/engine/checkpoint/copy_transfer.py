@@ -149,8 +149,7 @@ def transfer_copies(
 def _stored(path: Path, owner: int, chunk_bytes: int) -> Content:
     """Return the files of a copy; zeros in place of what cannot be read."""
     manifest = read_manifest(path, owner)
-    files = _files(path, manifest)
-    sizes = {name: digest.size for name, digest in files.items()}
+    sizes = {name: digest.size for name, digest in _files(path, manifest).items()}
     parts = (part for name, size in sizes.items() for part in _read(path / name, size, chunk_bytes))
     return Content(sizes, parts, lambda: manifest)
 

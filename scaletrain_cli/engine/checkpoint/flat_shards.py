@@ -51,8 +51,7 @@ class FrozenShard:
     @property
     def values(self) -> Tensor:
         """The flat values on this rank."""
-        part = getattr(self.parameter, "ds_tensor", self.parameter)
-        return part.detach().view(-1)
+        return getattr(self.parameter, "ds_tensor", self.parameter).detach().view(-1)
 
 
 class ShardedState:

@@ -385,8 +385,7 @@ _PROBE_PROMPT: Message = {"role": "user", "content": _OTHER_PROBE}
 
 
 def _probe_call(content: str | None, arguments: Any) -> Message:
-    function = {"name": _OTHER_PROBE, "arguments": arguments}
-    calls = [{"type": "function", "id": _OTHER_PROBE, "function": function}]
+    calls = [{"type": "function", "id": _OTHER_PROBE, "function": {"name": _OTHER_PROBE, "arguments": arguments}}]
     return {"role": ASSISTANT, "content": content, "tool_calls": calls}
 
 

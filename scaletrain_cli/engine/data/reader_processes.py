@@ -182,15 +182,16 @@ class ReaderProcesses:
     def _replace(self, place: int) -> None:
         """Start another process for one that died; what it had read or was to read is asked for again."""
         dead = self._processes[place]
-        status = dead.process.wait()
+        code = dead.process.wait()
+        status = signal_text(-code) if code < 0 else f"exit code {code}"
         self._arrived = {number: one for number, one in self._arrived.items() if one[0] is not dead}
         dead.connection.close()
         for slot in dead.slots:
             os.close(slot)
-        logger.warning("reader process %d ended with %s", dead.process.pid, _status_text(status))
+        logger.warning("reader process %d ended with %s", dead.process.pid, status)
         if self._restarts == _MOST_RESTARTS:
             self._processes.pop(place)
-            params = {"status": _status_text(status), "restarts": self._restarts}
+            params = {"status": status, "restarts": self._restarts}
             self._given_up = ReaderKilledError(Reason("engine.reader-killed", params))
             return
         self._restarts += 1
@@ -224,10 +225,6 @@ class ReaderProcesses:
         _transfer(os.preadv, process.slots[reply.slot], [memory.data] if size else [])
         buffers = [memory[start : start + length] for start, length in zip(starts, reply.sizes, strict=True)]
         return pickle.loads(reply.content, buffers=buffers)
-
-
-def _status_text(status: int) -> str:
-    return signal_text(-status) if status < 0 else f"exit code {status}"
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:

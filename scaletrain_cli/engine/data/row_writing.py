@@ -172,8 +172,7 @@ class RowEncoder:
         longest = max(len(document.ids) for document in documents)
         cut = self._truncation != "" and longest > self._seq_len
         if cut and self._truncation == "refuse":
-            problem = RowError("row-too-long", tokens=longest, seq_len=self._seq_len)
-            raise UsageError(problem.at(row.where))
+            raise UsageError(RowError("row-too-long", tokens=longest, seq_len=self._seq_len).at(row.where))
         counts.read += 1
         if cut and self._truncation == "drop":
             counts.too_long += 1

@@ -274,11 +274,9 @@ def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
 def _require_one_tokenizer(folders: Mapping[str, Path]) -> None:
     """Raise UsageError if two sources were prepared with different tokenizers."""
     found = {name: _tokenizer_of(folder) for name, folder in folders.items()} if len(folders) > 1 else {}
-    known = {name: digest for name, digest in found.items() if digest is not None}
-    for name, digest in known.items():
-        first = next(iter(known))
-        if digest != known[first]:
-            raise UsageError(Reason("data.tokenizers-differ", {"first": first, "second": name}))
+    first, *others = [name for name, digest in found.items() if digest is not None] or [""]
+    if differing := [name for name in others if found[name] != found[first]]:
+        raise UsageError(Reason("data.tokenizers-differ", {"first": first, "second": differing[0]}))
 
 
 def _tokenizer_of(folder: Path) -> str | None:
@@ -366,8 +364,7 @@ def _too_little_to_validate(record: RunRecord, source: str | None, train: int, v
     if is_of_images(spec):
         counts = {"unit": spec.unit, "train": train, "validation": validation, "width": width}
         return Reason("engine.images-too-few-to-validate", counts | {"source": shown})
-    length = spec.language_model.seq_len
-    params = {"source": shown, "train": train, "length": length, "validation": validation}
+    params = {"source": shown, "train": train, "length": spec.language_model.seq_len, "validation": validation}
     return Reason("engine.data-too-small-to-validate", {**params, "width": width})
 
 

@@ -225,8 +225,7 @@ class MeanAveragePrecision(Measures):
     def result(self, axis: Axis) -> Figures | None:
         scores = torch.cat(self._scores) if self._scores else torch.empty(0, self._classes)
         labels = torch.cat(self._labels) if self._labels else torch.empty(0, self._classes, dtype=torch.bool)
-        counted = sum_over(torch.tensor([len(scores)]), axis)
-        samples = int(counted)
+        samples = int(sum_over(torch.tensor([len(scores)]), axis))
         if samples == 0:
             return None
         found, positives = [], []

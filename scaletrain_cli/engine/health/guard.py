@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from scaletrain_cli.diagnosis.curves import deviation, median
@@ -233,14 +232,6 @@ class FlatLoss(_Detector):
         return {"first_losses": first, "recent_losses": now, "noise": noise}
 
 
-@dataclass(frozen=True)
-class GuardFinding:
-    """The name of an event, and its details."""
-
-    event: str
-    evidence: dict[str, Any]
-
-
 class Guard:
     """``fresh_warmup_steps``: warm-up of a model with random weights; None for loaded weights, adapters, and dpo.
 
@@ -255,8 +246,8 @@ class Guard:
         self._flat = FlatLoss(fresh_warmup_steps) if fresh_warmup_steps is not None else None
         self._parts = {"spikes": self._spikes, "scale": self._scale, "dead": self._dead, "flat": self._flat}
 
-    def observe(self, step: int, measured: Mapping[str, float]) -> tuple[StepStatus, list[GuardFinding]]:
-        """Return the status of a step, and new findings.
+    def observe(self, step: int, measured: Mapping[str, float]) -> tuple[StepStatus, dict[str, dict[str, Any]]]:
+        """Return the status of a step, and new findings: their details by the name of the event.
 
         ``measured``: finite values of ``loss``, of ``grad_norm`` unless fp16 skipped the step, and with fp16 of
         ``loss_scale`` and ``skipped``.
@@ -272,7 +263,7 @@ class Guard:
         status = self._spikes.observe(step, loss, norm)
         if self._flat is not None:
             found["flat-loss"] = self._flat.observe(step, loss, self._spikes.losses)
-        return status, [GuardFinding(event, evidence) for event, evidence in found.items() if evidence]
+        return status, {event: evidence for event, evidence in found.items() if evidence}
 
     def expect_new_level(self) -> None:
         """Forget the level of losses and norms so far, because the next step trains on another mixture of data."""

@@ -81,8 +81,8 @@ class GuardActions:
             if any(self.batch_number(step - 1) < batch <= self.batch_number(step) for batch in self.mixture_batches):
                 self.guard.expect_new_level()
             status, findings = self.guard.observe(step, measured)
-            for finding in findings:
-                self.context.report(finding.event, step=step, **finding.evidence)
+            for event, evidence in findings.items():
+                self.context.report(event, step=step, **evidence)
             if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
                 # a source without a label in this batch has no loss; the noise scale takes many steps to be known
                 may_lack = [key for key in measured if "/" in key or key == "noise_scale"]

@@ -69,8 +69,7 @@ class _Ring(Function):
             waiting = RingShift([block], axis, 1) if hop + 1 < axis.size else None
             texts = block.to(text.dtype)
             for row, key in tiles(len(image), len(texts), chunk_size):
-                logits = _wrong_way(image[row], texts[key], scale, bias, own=hop == 0 and row == key)
-                total += F.softplus(logits).sum()
+                total += F.softplus(_wrong_way(image[row], texts[key], scale, bias, own=hop == 0 and row == key)).sum()
             if waiting is not None:
                 (block,) = waiting.wait()
         ctx.axis, ctx.chunk_size = axis, chunk_size

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -404,24 +404,19 @@ def layers_of_model(model: TrainedModel) -> ModelLayers:
     layers = ModelLayers({block_layer(key): block for key, block in model.blocks.items()})
     block_of = {id(each): name for name, block in layers.blocks.items() for each in block.parameters()}
     names = [(name, parameter) for name, parameter in model.named_parameters()]
-    with_blocks = list(dict.fromkeys(_part(name) for name, each in names if id(each) in block_of))
+    first_block: dict[str, str] = {}  # of each part of the model that has some, in order
+    for name, parameter in names:
+        if (layer := block_of.get(id(parameter))) is not None:
+            first_block.setdefault(_part(name), layer)
     matrices = {id(parameter): found for parameter, found in matrices_of(model).items()}
     for index, (_, parameter) in enumerate(names):
         if (layer := block_of.get(id(parameter))) is None:
-            layer = _outside(index, names, block_of, with_blocks)
+            layer = _outside(index, names, block_of, first_block)
         layers.of_matrix |= dict.fromkeys((matrix.name for matrix in matrices[id(parameter)]), layer)
-    # The layers of the blocks of each part of the model that has some, in order.
-    found: dict[str, list[str]] = {}
-    for name, parameter in names:
-        if (layer := block_of.get(id(parameter))) is not None:
-            found.setdefault(_part(name), []).append(layer)
-    towers = {part: list(dict.fromkeys(own)) for part, own in found.items()}
-    for tower, blocks in towers.items():
-        first = layers.blocks[blocks[0]]
-        begins = tower if len(with_blocks) > 1 else ""
-        embedding = f"{begins} {EMBEDDING}".strip()
-        if not isinstance(model, CausalLM) or "0" in model.blocks:  # not on later pipeline stages
-            layers.activations.append((embedding, first, "input"))
+    if not isinstance(model, CausalLM) or "0" in model.blocks:  # not on later pipeline stages
+        for part, first in first_block.items():
+            embedding = f"{part} {EMBEDDING}" if len(first_block) > 1 else EMBEDDING
+            layers.activations.append((embedding, layers.blocks[first], "input"))
     layers.activations += [(name, block, "output") for name, block in layers.blocks.items()]
     for path in _HEADS:
         if isinstance(head := getattr(model, path, None), nn.Module):
@@ -455,7 +450,7 @@ def _part(name: str) -> str:
 
 
 def _outside(
-    index: int, names: list[tuple[str, nn.Parameter]], block_of: dict[int, str], with_blocks: list[str]
+    index: int, names: list[tuple[str, nn.Parameter]], block_of: dict[int, str], with_blocks: Collection[str]
 ) -> str:
     part = _part(names[index][0])
     several = len(with_blocks) > 1

@@ -92,8 +92,7 @@ class RankMeasures:
         self._noise_steps = NoiseSteps(noise, context.consensus) if noise is not None else None
         stepper.noise_scale = noise
         self._layers = LayerMeasures(context, composed, mesh, first_step)
-        is_first = context.rank == 0
-        self._file = LayersFile(layers_file(context.run, context.attempt)) if is_first else None
+        self._file = LayersFile(layers_file(context.run, context.attempt)) if context.rank == 0 else None
 
     def __enter__(self) -> "RankMeasures":
         if self._waits is not None:

@@ -39,8 +39,7 @@ class Router(ExactBuffers):
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.router_bias else None
         self.e_score_correction_bias: Tensor | None
-        biased = spec.topk_method == "noaux_tc"
-        empty = torch.zeros(spec.num_experts, dtype=torch.float32) if biased else None
+        empty = torch.zeros(spec.num_experts, dtype=torch.float32) if spec.topk_method == "noaux_tc" else None
         self.register_buffer("e_score_correction_bias", empty)
         self.top_k, self.scoring, self.method = spec.num_experts_per_tok, spec.scoring_func, spec.topk_method
         self.groups, self.chosen_groups = spec.n_group, spec.topk_group

@@ -226,8 +226,7 @@ class Contrastive(ImageObjective, Joined):
             self._measures = self._measures or Retrieval(limit)
             assert isinstance(self._measures, Retrieval)
             assert batch.content is not None
-            features = outputs.image, outputs.text
-            self._measures.add(features, (batch.content, batch.tokens), batch.samples, batch.real)
+            self._measures.add((outputs.image, outputs.text), (batch.content, batch.tokens), batch.samples, batch.real)
         return torch.zeros((), device=batch.samples.device)  # take_validation_loss has the loss
 
     def _add_global_batch(self) -> None:

@@ -116,8 +116,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], norms: Sequence[flo
     if len(inner) < 3:
         return Suggestion(None, None, None, diverges, tuple(smooth))
     lowest = min(inner, key=smooth.__getitem__)
-    falls = range(_SKIPPED, lowest + 1)
-    slopes = {at: smooth[min(at + 1, count - 1)] - smooth[at - 1] for at in falls}
+    slopes = {at: smooth[min(at + 1, count - 1)] - smooth[at - 1] for at in range(_SKIPPED, lowest + 1)}
     steepest = min(slopes, key=slopes.__getitem__)
     start = median(finite[: max(3, _SKIPPED)])
     if slopes[steepest] >= 0 or smooth[lowest] >= start:

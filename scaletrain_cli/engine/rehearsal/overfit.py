@@ -41,9 +41,7 @@ def overfit(trials: Trials) -> Item:
     layout = case.plan.layout
     rows = _rows(trials)
     batches = [first_rows(batch, rows) for batch in trials.batches(1)]
-    floor = floor_of(spec, batches)
-    gathered = trials.consensus.share(floor)
-    floor = sum(gathered) / len(gathered)
+    floor = _mean(trials.consensus.share(floor_of(spec, batches)))
     rate = trials.peak_rate
     if (known := trials.suggested_rate) is not None and not known / _NEAR <= rate <= known * _NEAR:
         rate = known

@@ -213,8 +213,7 @@ def _memory(trials: Trials, steps: Steps) -> Item:
             if excess > ABOVE_PLAN * each.planned and excess > LEAST_BYTES:
                 params = {"part": name.replace("_", " "), "measured": each.measured, "planned": each.planned}
                 return Item("memory", "failed", Reason("diagnosis.memory-above-plan", params), figures, causes)
-    outside = 0 if case.on_cpu else max(0, plan.peak - plan.reserved)
-    used = steps.memory_bytes + outside
+    used = steps.memory_bytes + (0 if case.on_cpu else max(0, plan.peak - plan.reserved))
     params = {"used": used, "capacity": plan.capacity, "share": used / plan.capacity, "planned": plan.peak}
     if plan.capacity > 0 and used > FULL * plan.capacity:
         return Item("memory", "failed", Reason("diagnosis.memory-nearly-full", params), figures, causes)
@@ -269,8 +268,7 @@ def restore(trials: Trials, step: int) -> Item:
     saved = [each for each in list_checkpoints(trainer.checkpointer.folder) if each.step == step]
     size = trials.consensus.follow_rank_zero(sum(each.size for each in saved[0].files.values()) if saved else 0)
     _, load_seconds = trials.timed(lambda: trainer.checkpointer.restore(saved[0]))
-    different = trials.consensus.gather_everywhere(trials.differs_from(before))
-    kinds = sorted({kind for each in different for kind in each})
+    kinds = sorted({kind for each in trials.consensus.gather_everywhere(trials.differs_from(before)) for kind in each})
     again = trials.step(trials.batches(step + 1), trials.peak_rate).loss
     if trainer.context.rank == 0:
         trainer.checkpointer.delete_newer(0)

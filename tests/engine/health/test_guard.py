@@ -56,7 +56,7 @@ def test_gradients_that_recover_from_zero_are_no_spike() -> None:
     watch = guard(patience=1)
     train(watch, 1, [2.0] * 40)
     _, found = watch.observe(41, {"loss": 2.0, "grad_norm": 0.0})
-    assert [finding.event for finding in found] == ["dead-gradients"]
+    assert list(found) == ["dead-gradients"]
     train(watch, 42, [2.0] * 80, norm=0.0)
     assert train(watch, 122, [2.0] * 3) == ["fine"] * 3
 
@@ -65,18 +65,18 @@ def test_the_guard_sees_the_loss_scale_of_fp16_steps() -> None:
     watch = guard()
     for step in range(1, 21):
         measured = {"loss": 2.0, "grad_norm": 0.5, "loss_scale": 1024.0, "skipped": 0.0}
-        assert watch.observe(step, measured) == ("fine", [])
+        assert watch.observe(step, measured) == ("fine", {})
     reported = []
     for step in range(21, 31):
         measured = {"loss": 2.0, "loss_scale": 1024.0 / 2 ** (step - 20), "skipped": 1.0}
         reported += watch.observe(step, measured)[1]
-    assert [finding.event for finding in reported] == ["loss-scale-collapsed"]
+    assert reported == ["loss-scale-collapsed"]
 
 
 def test_a_reported_failure_is_not_reported_again_after_a_resume() -> None:
     first, second = guard(1), guard(1)
     measured = {"loss": 6.0, "grad_norm": 0.0, "loss_scale": 2.0, "skipped": 0.0}
-    names = [finding.event for step in range(1, 220) for finding in first.observe(step, measured)[1]]
+    names = [event for step in range(1, 220) for event in first.observe(step, measured)[1]]
     assert names == ["dead-gradients", "flat-loss"]
     state = first.state_dict()
     assert {name: list(part) for name, part in state.items()} == {  # the keys that checkpoints have
@@ -86,4 +86,4 @@ def test_a_reported_failure_is_not_reported_again_after_a_resume() -> None:
         "flat": ["first"],
     }
     second.load_state_dict(json.loads(json.dumps(state)))
-    assert [second.observe(step, measured)[1] for step in range(220, 300)] == [[]] * 80
+    assert [second.observe(step, measured)[1] for step in range(220, 300)] == [{}] * 80

@@ -235,4 +235,4 @@ def test_a_flat_loss_is_an_alarm_for_new_models_alone(key: str) -> None:
     guard = guard_of(spec, make_plan(spec).layout, unused, unused)
     found = [guard.observe(step, {"loss": 5.5 + step % 2 / 100, "grad_norm": 0.5})[1] for step in range(1, 400)]
     warm_up = spec.training.schedule.warmup_steps
-    assert [finding.event for each in found for finding in each] == ([] if key or warm_up > 300 else ["flat-loss"])
+    assert [event for each in found for event in each] == ([] if key or warm_up > 300 else ["flat-loss"])

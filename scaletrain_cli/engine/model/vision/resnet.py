@@ -24,8 +24,7 @@ class ConvNorm(nn.Module):
     def __init__(self, spec: ResNetSpec, channels: int, features: int, kernel: int, stride: int = 1) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(channels, features, kernel, stride, kernel // 2, bias=False)
-        group = spec.norm == "group"
-        self.normalization = nn.GroupNorm(GROUPS, features) if group else BatchNorm2d(features)
+        self.normalization = nn.GroupNorm(GROUPS, features) if spec.norm == "group" else BatchNorm2d(features)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.normalization(self.convolution(x))  # type: ignore[no-any-return]
