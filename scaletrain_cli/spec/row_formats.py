@@ -169,12 +169,13 @@ class ParsedRow(NamedTuple):
 
 
 def format_of(row: Any, objective: str, fields: FieldsSpec) -> str:
-    """Return the format that the columns of a row show. Raises RowError if none fits."""
+    """Return the format that the columns of a row show, those with a value first. Raises RowError if none fits."""
     columns = _columns(row)
     needed = columns_of("auto", objective, fields)
-    for name, names in zip(FORMATS_OF[objective], needed, strict=True):
-        if all(column in row for column in names):
-            return name
+    for present in ({str(name) for name, value in row.items() if value is not None}, {*columns}):
+        for name, names in zip(FORMATS_OF[objective], needed, strict=True):
+            if present.issuperset(names):
+                return name
     raise RowError("format-unknown", columns=columns, needed=[" and ".join(names) for names in needed])
 
 

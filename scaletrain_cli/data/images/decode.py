@@ -54,6 +54,8 @@ def decode(content: bytes, place: str, channels: int) -> Image.Image:
             return image
         if image.mode.startswith("I"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode == "LAB":
+            image = image.convert("RGB")  # the only mode into which Pillow converts it
         image.info.pop("transparency", None)
         return image.convert(mode)
     except MemoryError:

@@ -140,6 +140,8 @@ def _column_problem(arrow: Any, schema: Any, columns: Columns) -> Reason | None:
     if missing := [name for name in columns.others if name not in schema.names]:
         return Reason("sources.no-column", {"column": missing[0], "columns": schema.names[:20]})
     kind = schema.field(columns.text).type
+    if arrow.types.is_dictionary(kind):  # so pandas writes its categories
+        kind = kind.value_type
     if any(check(kind) for check in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_string_view)):
         return None
     return Reason("sources.not-text", {"field": columns.text, "type": str(kind)})

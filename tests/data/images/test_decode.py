@@ -62,6 +62,13 @@ def test_a_jpeg_in_cmyk_becomes_rgb() -> None:
     assert np.asarray(decode(content, "a.jpg", 3)).min() > 250  # no ink
 
 
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB")])
+def test_a_tiff_in_lab_is_converted_by_way_of_rgb(channels: int, mode: str) -> None:
+    image = Image.fromarray(noise(4, 4)).convert("LAB")
+    found = np.asarray(decode(file_of(image, "TIFF"), "a.tif", channels))
+    assert np.array_equal(found, np.asarray(image.convert("RGB").convert(mode)))
+
+
 def test_transparency_is_dropped_and_the_colors_stay() -> None:
     pixels = noise(4, 4, 4)
     assert np.array_equal(np.asarray(decode(file_of(Image.fromarray(pixels)), "a.png", 3)), pixels[..., :3])

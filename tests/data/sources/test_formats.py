@@ -61,6 +61,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
         zstandard.compress(jsonl(TEXTS[:100])) + zstandard.compress(jsonl(TEXTS[100:]))
     ),
     "a.parquet": lambda path: parquet(path, {"n": list(range(300)), "text": TEXTS}, row_group_size=37),
+    "categories.parquet": lambda path: parquet(path, {"text": pa.array(TEXTS).dictionary_encode()}),
     "stream.arrow": arrow_stream,
     "file.arrow": arrow_file,
 }

@@ -357,6 +357,13 @@ def test_the_embedded_questions_and_answers_are_the_same_each_time(step: int, mo
     assert {format_of(row, "dpo", FieldsSpec()) for row in pairs} == {"preference"}
 
 
+def test_a_column_of_nulls_does_not_decide_the_format() -> None:
+    """As in a table that unites two data sets: each has the columns of the other, without values."""
+    row = {"messages": None, "prompt": "2 + 2", "completion": "4"}
+    assert format_of(row, "sft", FieldsSpec()) == "prompt_completion"
+    assert format_of(dict.fromkeys(row), "sft", FieldsSpec()) == "messages"
+
+
 def test_the_trained_tokenizer_is_written_with_its_chat_template(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     given = spec(folder, "data.validation_split=0", "model.seq_len=200")
