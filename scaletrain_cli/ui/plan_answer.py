@@ -69,12 +69,12 @@ _TITLES = ("GPUs", "time", "expected cost", "goodput", "why not")
 def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
     """Print objective, limits and the table of clusters."""
     console = console or stdout_console()
-    limits = [f"at most {whole_text(sizing.max_gpus)} GPUs"]
-    if sizing.deadline_seconds is not None:
-        limits.append(f"finished in {seconds_text(sizing.deadline_seconds)}")
-    if sizing.budget_usd is not None:
-        limits.append(f"at most {dollars_text(sizing.budget_usd)}")
-    asked = f"Cluster with {_OBJECTIVES[sizing.objective]}: {', '.join(limits)}"
+    limits = [f"at most {whole_text(sizing.limits.max_gpus)} GPUs"]
+    if sizing.limits.deadline_seconds is not None:
+        limits.append(f"finished in {seconds_text(sizing.limits.deadline_seconds)}")
+    if sizing.limits.budget_usd is not None:
+        limits.append(f"at most {dollars_text(sizing.limits.budget_usd)}")
+    asked = f"Cluster with {_OBJECTIVES[sizing.limits.objective]}: {', '.join(limits)}"
     notes = [escaped_text(str(note), "yellow") for note in sizing.notes]
     if sizing.probability is not None:
         chance = percent_text(min(sizing.probability, 0.99))  # errors as large as that were never measured

@@ -38,10 +38,7 @@ class Sizing:
 
     spec: RunSpec
     plan: RunPlan
-    objective: str
-    max_gpus: int
-    deadline_seconds: float | None
-    budget_usd: float | None
+    limits: ClusterLimits
     considered: tuple[Considered, ...]
     ruled_out: int = 0
     notes: tuple[Reason, ...] = ()
@@ -49,7 +46,7 @@ class Sizing:
     @property
     def probability(self) -> float | None:
         """The probability that the run meets the limits of time and dollars on the chosen cluster; None if unknown."""
-        return chance_within(self.plan, self.deadline_seconds, self.budget_usd)
+        return chance_within(self.plan, self.limits.deadline_seconds, self.limits.budget_usd)
 
     def to_json(self) -> dict[str, Any]:
         """Return objective, limits and the table of clusters, without the plan.
@@ -58,8 +55,8 @@ class Sizing:
         ``considered`` has the latter too, with ``least_seconds`` and ``least_dollars``. ``probability``: of meeting the
         limits of time and dollars on the chosen cluster, null without either or without evidence.
         """
-        keys = ("objective", "max_gpus", "deadline_seconds", "budget_usd", "ruled_out")
-        return {key: getattr(self, key) for key in keys} | {
+        return vars(self.limits) | {
+            "ruled_out": self.ruled_out,
             "notes": [str(note) for note in self.notes],
             "note_reasons": [note.to_document() for note in self.notes],
             "probability": self.probability,
@@ -145,17 +142,8 @@ def size_cluster(
     if max_gpus is None and best.row.gpus > spec.allocated_devices:
         params = {"gpus": spec.allocated_devices, "nodes": best.spec.cluster.nodes}
         notes.append(Reason("plan.more-than-the-spec", params))
-    return Sizing(
-        best.spec,
-        clusters.complete_plan(best),
-        objective,
-        limits.max_gpus,
-        deadline_seconds,
-        budget_usd,
-        considered,
-        ruled_out + left_out,
-        tuple(notes),
-    )
+    plan = clusters.complete_plan(best)
+    return Sizing(best.spec, plan, limits, considered, ruled_out + left_out, tuple(notes))
 
 
 def _why_not(limits: ClusterLimits, row: Considered, best: Considered | None) -> Reason | None:

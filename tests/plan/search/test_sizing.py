@@ -42,7 +42,7 @@ def test_a_deadline_alone_may_take_more_gpus_than_the_spec_has() -> None:
     sizing = size_cluster(run(cluster__nodes=2), "gpus", deadline_seconds=5 * DAY)
     row = chosen(sizing)
     assert row.gpus > 16
-    assert row.gpus == sizing.max_gpus == sizing.plan.layout.world_size
+    assert row.gpus == sizing.limits.max_gpus == sizing.plan.layout.world_size
     assert "more than the 16 GPUs of the spec" in str(sizing.notes[0])
     assert row == chosen(size_cluster(run(cluster__nodes=2), "gpus", max_gpus=row.gpus, deadline_seconds=5 * DAY))
     with pytest.raises(SizingError, match="no cluster of at most 16 GPUs meets"):  # the spec's are the limit here
@@ -210,7 +210,7 @@ def test_spare_nodes_are_a_part_of_the_gpus_that_a_job_may_have() -> None:
     sizing = size_cluster(spec, "time", max_gpus=40)
     row = chosen(sizing)
     assert (row.nodes, row.gpus, sizing.spec.allocated_devices) == (4, 40, 40)
-    assert size_cluster(run(cluster__nodes=4, cluster__spare_nodes=1), "time").max_gpus == 40
+    assert size_cluster(run(cluster__nodes=4, cluster__spare_nodes=1), "time").limits.max_gpus == 40
     with pytest.raises(UsageError, match="less than the 16 of 2 nodes"):
         size_cluster(spec, "time", max_gpus=8)
 
