@@ -89,17 +89,15 @@ def states_of_tensors(
     # A pipeline stage that trains nothing has an optimizer of one number; see also ``most_groups``.
     shared_groups = tensors.trained or (SharedGroup(_ANCHOR),)
     shared = [(group, ranks(experts)) for group, experts, *_ in shared_groups]
+    frozen = [(group, ranks(experts)) for group, experts, *_ in tensors.frozen]
     training, zero = spec.training, layout.zero_stage
-    frozen = _frozen_bytes(spec, layout, tensors, weight_bytes(training.precision))
-    element, gradient = trained_bytes(spec)
+    (element, gradient), own = trained_bytes(spec), weight_bytes(training.precision)
     # The tensors that the optimizer updates, as (elements, number of such tensors), for each group.
     parts: list[list[tuple[int, int]]]
     if zero == 3:
         parts = [[(group.pieces(ranks), 1)] for group, ranks in shared]
         held = sum(size for [(size, _)] in parts)
-        weights = element * (held + sum(_persistent(group, ranks) for group, ranks in shared if ranks > 1))
-        if (size := layout.zero_secondary_shard_size) > 1:
-            weights += element * sum(_second_copy(group, ranks, size) for group, ranks in shared)
+        weights = element * _held_in_stage_3(layout, shared)
         gradients = gradient * held
     elif zero == 0:
         parts = [[(size, times) for sizes, times in group.runs for size in sizes] for group, *_ in shared]
@@ -111,7 +109,8 @@ def states_of_tensors(
         held = sum(size for [(size, _)] in parts)
         weights = element * sum(padded)
         gradients = gradient * _gradient_elements(spec, layout, shared_groups, replica, sum(padded), held)
-    weights += frozen
+    frozen_elements = _held_in_stage_3(layout, frozen) if zero == 3 else sum(group.elements for group, _ in frozen)
+    weights += tensors.quantized + own * frozen_elements
     optimizer, largest_part = training.optimizer.name, max(size for part in parts for size, _ in part)
     dtype = training.optimizer.state_dtype
     states = sum(
@@ -132,11 +131,9 @@ def states_of_tensors(
     if zero == 3:
         kept, offloaded = weights, 0
         if layout.offload == "optimizer+params":  # gathered parameters that stay on the device
-            frozen_groups = [(group, ranks(experts)) for group, experts, *_ in tensors.frozen]
-            own = weight_bytes(training.precision)
             kept = element * sum(_persistent(group, ranks) for group, ranks in shared)
-            kept += own * sum(_persistent(group, ranks) for group, ranks in frozen_groups)
-            offloaded = element * held + own * sum(group.pieces(ranks) for group, ranks in frozen_groups)
+            kept += own * sum(_persistent(group, ranks) for group, ranks in frozen)
+            offloaded = element * held + own * sum(group.pieces(ranks) for group, ranks in frozen)
         if spec.layout.offload_device == "nvme":
             largest = max(-(-group.largest // ranks) for group, ranks in shared)
             states = NVME_OPTIMIZER_BUFFERS * MASTER_BYTES * min(largest_part, SUB_GROUP_ELEMENTS)
@@ -187,16 +184,12 @@ def _ranks(spec: RunSpec, layout: Layout) -> Callable[[bool], int]:
     return lambda experts: holders if experts else replicas
 
 
-def _frozen_bytes(spec: RunSpec, layout: Layout, tensors: StageTensors, element: int) -> int:
-    """Return the bytes of frozen weights; ``element``: bytes of one that is not quantized."""
-    ranks = _ranks(spec, layout)
-    frozen = [(group, ranks(experts)) for group, experts, *_ in tensors.frozen]
-    if layout.zero_stage < 3:
-        return tensors.quantized + element * sum(group.elements for group, *_ in frozen)
-    shards = sum(group.pieces(ranks) + (_persistent(group, ranks) if ranks > 1 else 0) for group, ranks in frozen)
+def _held_in_stage_3(layout: Layout, groups: list[tuple[Group, int]]) -> int:
+    """Return the elements of groups, each shared by a number of ranks, on one of them: its share, and what is whole."""
+    held = sum(group.pieces(ranks) + (_persistent(group, ranks) if ranks > 1 else 0) for group, ranks in groups)
     if (size := layout.zero_secondary_shard_size) > 1:
-        shards += sum(_second_copy(group, ranks, size) for group, ranks in frozen)
-    return tensors.quantized + element * shards
+        held += sum(_second_copy(group, ranks, size) for group, ranks in groups)
+    return held
 
 
 def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage | None = None) -> int:
@@ -238,10 +231,8 @@ def _padded(elements: int, ranks: int) -> int:
 
 def _persistent(group: Group, ranks: int) -> int:
     """Return the elements of small parameters that stage 3 keeps gathered, padded to a multiple of the ranks."""
-    small = (
-        sum(-(-size // ranks) for size in sizes if size <= PERSISTENT_ELEMENTS) * times for sizes, times in group.runs
-    )
-    return ranks * sum(small)
+    small = ((size, times) for sizes, times in group.runs for size in sizes if size <= PERSISTENT_ELEMENTS)
+    return ranks * sum(-(-size // ranks) * times for size, times in small)
 
 
 def _second_copy(group: Group, ranks: int, size: int) -> int:
@@ -249,11 +240,8 @@ def _second_copy(group: Group, ranks: int, size: int) -> int:
 
     Each is padded to a multiple of all ``ranks`` (``partition_parameters.py`` _partition_param_sec).
     """
-    large = (
-        sum(-(-each // ranks) * ranks // size for each in sizes if each > PERSISTENT_ELEMENTS) * times
-        for sizes, times in group.runs
-    )
-    return sum(large)
+    large = ((each, times) for sizes, times in group.runs for each in sizes if each > PERSISTENT_ELEMENTS)
+    return sum(-(-each // ranks) * ranks // size * times for each, times in large)
 
 
 @lru_cache(maxsize=4096)
