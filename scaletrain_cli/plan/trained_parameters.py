@@ -164,28 +164,28 @@ def _stages(recipe: _Recipe) -> tuple[Stage, ...]:
 
 def _phases(recipe: _Recipe) -> tuple[Phase, ...]:
     found: list[Phase] = []
-    starts = _first_steps(recipe)
-    for first, following in zip(starts, [*starts[1:], recipe.steps + 1], strict=True):
+    for first, last in _spans(recipe):
         settings = _settings(recipe, first)
         if found and found[-1].settings == settings:
-            found[-1] = found[-1]._replace(last_step=following - 1)
+            found[-1] = found[-1]._replace(last_step=last)
         else:
-            found.append(Phase(first, following - 1, settings))
+            found.append(Phase(first, last, settings))
     return tuple(found)
 
 
-def _first_steps(recipe: _Recipe) -> list[int]:
-    """Return step 1 and the steps at which a group starts or has ended, in order."""
+def _spans(recipe: _Recipe) -> Iterator[tuple[int, int]]:
+    """Return the first and last steps between which no group starts or ends, in order."""
     ends = {group.end_step + 1 for group in recipe.trainable if group.end_step is not None}
     steps = {1} | {group.start_step for group in recipe.trainable} | ends
-    return sorted(step for step in steps if step <= recipe.steps)
+    starts = sorted(step for step in steps if step <= recipe.steps)
+    return zip(starts, [*(start - 1 for start in starts[1:]), recipe.steps], strict=True)
 
 
 def _settings(recipe: _Recipe, step: int) -> dict[str, Settings]:
     """Return the settings of the parameters that train at a step, in the order of the model."""
     found: dict[str, Settings] = {}
     everything = not recipe.trainable and not has_adapter(recipe.model)
-    deciding = _deciding(recipe.model, tuple(_patterns(recipe, step)))
+    deciding = _deciding(recipe, step)
     for parameter in model_parameters(recipe.model):
         if (number := deciding.get(parameter.name)) is not None:
             found[parameter.name] = _settings_of(recipe, recipe.trainable[number], parameter)
@@ -194,19 +194,17 @@ def _settings(recipe: _Recipe, step: int) -> dict[str, Settings]:
     return found
 
 
-def _patterns(recipe: _Recipe, step: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the number and the patterns of each group that is active at a step."""
-    for number, group in enumerate(recipe.trainable):
-        if group.start_step <= step and (group.end_step is None or step <= group.end_step):
-            yield number, group.match
-
-
 @lru_cache(maxsize=64)
-def _deciding(model: AnyModel, groups: tuple[tuple[int, tuple[str, ...]], ...]) -> dict[str, int]:
-    """Return the number of the first group that matches each parameter; parameters without one are left out."""
+def _deciding(recipe: _Recipe, step: int) -> dict[str, int]:
+    """Return the number of the first group that matches each parameter at a step; others are left out."""
+    active = {
+        number: group.match
+        for number, group in enumerate(recipe.trainable)
+        if group.start_step <= step and (group.end_step is None or step <= group.end_step)
+    }
     found: dict[str, int] = {}
-    for parameter in model_parameters(model):
-        for number, patterns in groups if parameter.trains else ():
+    for parameter in model_parameters(recipe.model) if active else ():
+        for number, patterns in active.items() if parameter.trains else ():
             if any(fnmatchcase(parameter.name, pattern) for pattern in patterns):
                 found[parameter.name] = number
                 break
@@ -287,12 +285,11 @@ def _about_stages(recipe: _Recipe) -> Iterator[Rule]:
     """Yield steps at which nothing trains, groups that never decide, and experts that are not trained alike."""
     key, deciding = "training.trainable", set()
     tensors = {parameter.name: parameter.tensor for parameter in model_parameters(recipe.model)}
-    starts = _first_steps(recipe)
-    for first, following in zip(starts, [*starts[1:], recipe.steps + 1], strict=True):
+    for first, last in _spans(recipe):
         settings = _settings(recipe, first)
-        deciding |= set(_deciding(recipe.model, tuple(_patterns(recipe, first))).values())
+        deciding |= set(_deciding(recipe, first).values())
         if not settings:
-            yield Rule(key, None, "trains-nothing", {"first": first, "last": following - 1})
+            yield Rule(key, None, "trains-nothing", {"first": first, "last": last})
         of_tensor: dict[str, Settings | None] = {}
         for name, tensor in tensors.items():
             if of_tensor.setdefault(tensor, settings.get(name)) != settings.get(name):
