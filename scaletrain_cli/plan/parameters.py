@@ -40,7 +40,7 @@ def _llava(model: LlavaSpec) -> Iterator[Parameter]:
 def base_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters of a model without its adapters, by name."""
     if isinstance(model, ModelSpec):
-        model = model.model_copy(update=_NO_ADAPTER)
+        model = model.model_copy(update={"adapter": None})
     return {parameter.name: parameter.shape for parameter in model_parameters(model)}
 
 
@@ -57,9 +57,6 @@ def stored_shapes(model: AnyModel | ClipVisionSpec) -> dict[str, tuple[int, ...]
     blocks = [block for block in range(model.num_hidden_layers) if biased and model.has_experts(block)]
     buffers = {f"model.layers.{block}.mlp.gate.e_score_correction_bias": (model.num_experts,) for block in blocks}
     return base_shapes(model) | buffers
-
-
-_NO_ADAPTER: dict[str, None] = {"adapter": None}
 
 
 def has_adapter(model: AnyModel) -> bool:

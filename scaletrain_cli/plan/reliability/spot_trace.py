@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import statistics
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -291,8 +292,7 @@ def _availability(trace: SpotTrace, needed: int) -> _Intervals:
 def spread(values: list[float]) -> Spread:
     ordered = sorted(values)
     last = len(ordered) - 1
-    middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
-    return Spread(median=middle, p10=ordered[round(0.1 * last)], p90=ordered[round(0.9 * last)])
+    return Spread(median=statistics.median(ordered), p10=ordered[round(0.1 * last)], p90=ordered[round(0.9 * last)])
 
 
 def _notes(spec: RunSpec, plan: RunPlan, trace: SpotTrace, most: int, longest: float) -> tuple[Reason, ...]:

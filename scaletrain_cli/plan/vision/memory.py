@@ -133,6 +133,6 @@ def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpoin
             kept += entering
         entering, saved = (last, 0) if repeated else (0, last)
         skipped = block.operations[-1].outputs
-        gradients = samples * element * (skipped + max(operation.gradients for operation in block.operations))
+        gradients = samples * element * (skipped + max(operation.moved for operation in block.operations))
         most = max(most, kept + gradients + (inside if repeated else 0))
     return Activations(kept, most)

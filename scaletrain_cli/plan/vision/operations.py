@@ -253,12 +253,7 @@ class Operation:
 
     @property
     def moved(self) -> int:
-        """Elements read and written in the forward pass."""
-        return self.inputs + self.outputs
-
-    @property
-    def gradients(self) -> int:
-        """Elements of the gradients of output and input, which exist at once in the backward pass."""
+        """Elements read and written in the forward pass, whose gradients exist at once in the backward pass."""
         return self.inputs + self.outputs
 
 
