@@ -40,6 +40,8 @@ class Framework:
     master_weights: ClassVar[MasterWeights] = MasterWeights.BESIDE_16_BIT
     # What selective activation checkpointing recomputes, if the spec does not decide.
     selective_mode: ClassVar[Selective]
+    # Whether checkpoints have weights only as fp32 master weights, as in ZeRO stage 3, in every stage.
+    stores_master_weights_alone: ClassVar[bool] = False
     # Whether attention with dropout stores the matrix of scores, because no fused kernel draws the framework's masks.
     keeps_dropped_scores: ClassVar[bool] = False
 
@@ -118,10 +120,6 @@ class Framework:
     def drops_scores(self, spec: RunSpec) -> bool:
         """Return whether attention stores its scores because of the framework's own dropout masks."""
         return self.keeps_dropped_scores and spec.transformer.attention_dropout > 0
-
-    def checkpoint_zero_stage(self, layout: Layout) -> int:
-        """Return the ZeRO stage whose states a checkpoint contains; 3 has weights only as fp32 master weights."""
-        return layout.zero_stage
 
     def written_alone_bytes(self, layout: Layout, checkpoint_bytes: int, weight_bytes: int) -> int:
         """Return the bytes of a checkpoint that data-parallel rank 0 writes alone; all nodes share the write of the

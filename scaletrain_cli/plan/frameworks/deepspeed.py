@@ -71,6 +71,7 @@ class DeepSpeed(Framework):
     fragmentation = 0.05
     logit_bytes = 12
     master_weights = MasterWeights.OF_EACH_PARTITION
+    stores_master_weights_alone = True
     # The engine draws the same dropout masks in every layout, which no fused kernel supports.
     keeps_dropped_scores = True
     profile = _PROFILE
@@ -108,10 +109,6 @@ class DeepSpeed(Framework):
 
     def cross_entropy(self, spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:
         return chosen_cross_entropy(spec, micro_batch_tokens, tensor_parallel, device_bytes)
-
-    def checkpoint_zero_stage(self, layout: Layout) -> int:
-        """Return 3: the engine's checkpoints have weights only as fp32 master weights, in every stage."""
-        return 3
 
     def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
         return blocks_per_stage(model, stages)

@@ -4,7 +4,6 @@ from scaletrain_cli.plan.axes import AXES, Capabilities
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, MIB, FrameworkProfile, MemoryProfile
 from scaletrain_cli.plan.memory.states import MasterWeights
-from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
 # torchtitan: eager SwiGLU, repeat_kv, selective checkpointing as in distributed/activation_checkpoint.py, prefetch of
@@ -61,6 +60,7 @@ class Fsdp(Framework):
     memory_profile = _MEMORY
     # The weights are fp32 themselves, without a master copy (torch, MixedPrecisionPolicy).
     master_weights = MasterWeights.THE_WEIGHTS
+    stores_master_weights_alone = True  # the fp32 weights are the only ones (torch/distributed/fsdp, MixedPrecision)
     profile = _PROFILE
     # SHARD_GRAD_OP keeps the weights from the forward to the backward pass.
     gathers_per_micro_batch = True
@@ -74,8 +74,4 @@ class Fsdp(Framework):
 
     def highest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
         """Return 3: a pipeline keeps weights and gradients of a step whole, but shards states (memory/)."""
-        return 3
-
-    def checkpoint_zero_stage(self, layout: Layout) -> int:
-        """Return 3: the fp32 weights are the only ones (torch/distributed/fsdp, MixedPrecision)."""
         return 3

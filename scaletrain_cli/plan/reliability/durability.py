@@ -64,7 +64,7 @@ def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
     trains changes, the bytes are those of the largest checkpoint. Each group of local SGD has a state of its own beside
     the outer weights.
     """
-    stage = framework_of(spec).checkpoint_zero_stage(layout)
+    stage = 3 if framework_of(spec).stores_master_weights_alone else layout.zero_stage
     training = spec.training
     master = chosen_master(spec, MasterWeights.OF_EACH_PARTITION, engine=framework_of(spec).is_engine)
     optimizer, groups = training.optimizer, layout.local_sgd_groups
