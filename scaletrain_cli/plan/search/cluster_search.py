@@ -93,14 +93,6 @@ class Tried(NamedTuple):
     plan: RunPlan | None
 
 
-class _Chance(NamedTuple):
-    """A cluster that may be the best, with the sort key that it could reach."""
-
-    rank: tuple[float, ...]
-    nodes: int
-    gpu: str | None
-
-
 class Clusters:
     """The clusters of one run, and the lower bounds that those of one kind of GPU share."""
 
@@ -318,23 +310,23 @@ def refined(
     """Plan more clusters, most promising first, until none can beat the best; return them, and how many were left."""
     spec = clusters.spec
     best = min((each.row for each in tried if meets(limits, each)), key=limits.rank, default=None)
-    chances: list[_Chance] = []
+    chances: list[tuple[tuple[float, ...], Tried]] = []  # clusters that may be the best, with the rank they could reach
     looked_at = 0
     for gpu in names if spec.cluster.traits.max_nodes != 1 else ():
         found, count = _chances(clusters, limits, [each for each in tried if each.gpu == gpu], best, fewest_nodes)
         chances += found
         looked_at += count
     planned: list[Tried] = []
-    for chance in sorted(chances, key=lambda chance: chance.rank)[:_MOST_REFINED]:
-        if best is None or chance.rank < limits.rank(best):
-            found_here, best = plan_promising(clusters, limits, [clusters.at_least(chance.nodes, chance.gpu)], best)
+    for rank, cluster in sorted(chances, key=lambda chance: chance[0])[:_MOST_REFINED]:
+        if best is None or rank < limits.rank(best):
+            found_here, best = plan_promising(clusters, limits, [cluster], best)
             planned += [each for each in found_here if each.row.least_seconds is None]
     return planned, looked_at - len(planned)
 
 
 def _chances(
     clusters: Clusters, limits: ClusterLimits, tried: Sequence[Tried], best: Considered | None, fewest_nodes: int
-) -> tuple[list[_Chance], int]:
+) -> tuple[list[tuple[tuple[float, ...], Tried]], int]:
     """Return the node counts of one kind of GPU that may beat the best, and how many counts were checked.
 
     Two estimates must allow it: the GPU seconds of the cheapest cluster, and the lower bound on the step. Bounds are
@@ -361,12 +353,13 @@ def _chances(
     found = []
     counts = likeliest(spec, hopeful, most_nodes(spec, aim))
     for nodes in counts:
-        least = clusters.at_least(nodes, nearest.gpu).row.seconds or math.inf
+        cluster = clusters.at_least(nodes, nearest.gpu)
+        least = cluster.row.seconds or math.inf
         if not math.isfinite(least):
             continue  # no layout divides
         row = _scaled(spec, nearest.row, nodes, _BETTER * least / bound)
         if _could_win(limits, row, best):
-            found.append(_Chance(limits.rank(row), nodes, nearest.gpu))
+            found.append((limits.rank(row), cluster))
     return found, len(counts)
 
 
