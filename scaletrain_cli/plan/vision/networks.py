@@ -267,25 +267,18 @@ def vision_model(spec: RunSpec) -> VisionSpec:
 
 
 def planned_network(spec: RunSpec, device: Accelerator) -> VisionNetwork:
-    """Return the operations of one sample with the kernels of this device."""
-    return network(vision_model(spec), _fuses_attention(spec, device), autocasts(spec))
+    """Return the operations of one sample; attention is fused as planner.attention says, or for auto by the device."""
+    model, fused = vision_model(spec), spec.planner.attention != "materialised"
+    tower = model.vision_config if isinstance(model, ClipSpec) else model
+    if spec.planner.attention == "auto" and not isinstance(tower, ResNetSpec | ConvNextSpec):
+        width = tower.hidden_size // tower.num_attention_heads
+        fused = device.fuses_attention(spec.training.precision, width, grouped=False)
+    return network(model, fused, autocasts(spec))
 
 
 def autocasts(spec: RunSpec) -> bool:
     """Return whether the run uses torch.autocast over fp32 weights."""
     return spec.planner.autocast and spec.training.precision not in ("fp32", "tf32")
-
-
-def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
-    """Return whether attention has a fused kernel: as planner.attention says, or for auto by the device."""
-    if spec.planner.attention != "auto":
-        return spec.planner.attention != "materialised"
-    model = vision_model(spec)
-    tower = model.vision_config if isinstance(model, ClipSpec) else model
-    if isinstance(tower, ResNetSpec | ConvNextSpec):
-        return True
-    width = tower.hidden_size // tower.num_attention_heads
-    return device.fuses_attention(spec.training.precision, width, grouped=False)
 
 
 @lru_cache(maxsize=64)
