@@ -83,9 +83,7 @@ def _order(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tup
     warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
     warm_up = min(warm_up, total)
     forwards = [(False, *_virtual(k, stages, chunks)) for k in range(total)]
-    backwards = [
-        (True, chunks - 1 - chunk, index) for chunk, index in (_virtual(k, stages, chunks) for k in range(total))
-    ]
+    backwards = [(True, chunks - 1 - chunk, index) for _, chunk, index in forwards]
     order = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += [forward, backward]
@@ -94,8 +92,6 @@ def _order(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tup
 
 def _virtual(k: int, stages: int, chunks: int) -> tuple[int, int]:
     """Return (chunk, micro-batch) of the k-th pass; each chunk takes one micro-batch per stage in a row."""
-    if chunks == 1:
-        return 0, k
     group, within = divmod(k, stages * chunks)
     return within // stages, group * stages + within % stages
 
