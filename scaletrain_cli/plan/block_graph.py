@@ -101,7 +101,6 @@ class BlockGraph(NamedTuple):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """All linear layers of the block."""
         ends = (self.output, *self.mlp, self.down, self.router, *self.routed, self.routed_down, self.shared_gate)
         return (*(layer for chain in self.branches for layer in chain), *(each for each in ends if each is not None))
 

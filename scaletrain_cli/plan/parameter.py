@@ -34,7 +34,6 @@ class Parameter(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property

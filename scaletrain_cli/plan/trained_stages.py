@@ -65,7 +65,6 @@ class TrainedStage(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Return the number of steps."""
         return self.last_step - self.first_step + 1
 
     @property

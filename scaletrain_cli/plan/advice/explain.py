@@ -85,16 +85,12 @@ def _stages(spec: RunSpec) -> list[int]:
     return [stage for stage in framework_of(spec).capabilities.zero_stages if stage]
 
 
-def _lowest(spec: RunSpec) -> int:
-    return _stages(spec)[0]
-
-
 def _checkpointing_modes_on_one_rank(
     spec: RunSpec, base: Layout, device: Accelerator, **changes: int
 ) -> list[Candidate]:
     """Return the run on one rank, with each mode of activation checkpointing."""
     one = spec.with_changes("cluster", nodes=1, gpus_per_node=1)
-    stage = 0 if spec.training.precision in ("fp32", "tf32") else _lowest(spec)
+    stage = 0 if spec.training.precision in ("fp32", "tf32") else _stages(spec)[0]
     found = (
         sized(one, base, device, zero_stage=stage, expert_parallel=1, activation_checkpointing=mode, **changes)
         for mode in workload_of(spec.model).checkpointing
@@ -176,7 +172,7 @@ def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, 
     found: list[Candidate] = []
     for degree in _within_node(spec):
         for mode in dict.fromkeys((base.activation_checkpointing, "full")):
-            changes = {"tensor_parallel": degree, "zero_stage": _lowest(spec), "activation_checkpointing": mode}
+            changes = {"tensor_parallel": degree, "zero_stage": _stages(spec)[0], "activation_checkpointing": mode}
             if candidate := at_best_micro_batch(spec, base, device, **changes):
                 found.append(candidate)
     if not found:
@@ -187,7 +183,7 @@ def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, 
     follows = [] if fits else [Reason("plan.cut-into-stages")]
     if not needed:
         follows = [Reason("plan.tensor-degree", {"degree": plan.layout.tensor_parallel})]
-    question = Reason("plan.ask-tensor", {"zero_stage": _lowest(spec)})
+    question = Reason("plan.ask-tensor", {"zero_stage": _stages(spec)[0]})
     yield Question("tensor", question, rows, fits, (verdict,), tuple(follows))
 
 
@@ -200,7 +196,7 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
     most = min(workload_of(spec.model).layers(spec), spec.world_size // tensor)
     degrees = sorted({*(1 << power for power in range(1, most.bit_length())), chosen.pipeline_parallel} - {1})
     near = [d for d in degrees if d <= max(2 * chosen.pipeline_parallel, 4)][-_LONGEST_SERIES:]
-    changes = {"tensor_parallel": tensor, "micro_batch_size": chosen.micro_batch_size, "zero_stage": _lowest(spec)}
+    changes = {"tensor_parallel": tensor, "micro_batch_size": chosen.micro_batch_size, "zero_stage": _stages(spec)[0]}
     found = [c for d in near if (c := sized(spec, base, device, **changes, pipeline_parallel=d))]
     if not found:
         return

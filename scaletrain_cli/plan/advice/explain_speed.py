@@ -107,7 +107,11 @@ def _micro_batch(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[
         return
     here = sizes.index(layout.micro_batch_size)
     found = _series(spec, plan, device, "micro_batch_size", sizes[max(0, here - 1) : here + 3])
-    rows = tuple(row(_cut(size, c), c, _CHOSEN if size == sizes[here] else None) for size, c in found)
+    rows = tuple(
+        row(f"micro-batch {size} x accumulation {c.layout.gradient_accumulation_steps}", c, note)
+        for size, c in found
+        for note in [_CHOSEN if size == sizes[here] else None]
+    )
     larger = [candidate for size, candidate in found if size > layout.micro_batch_size]
     if not larger:
         code = "plan.micro-batch-takes-all"
@@ -125,10 +129,6 @@ def _micro_batch(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[
     }
     question = Reason("plan.ask-micro-batch", {"batch": layout.global_batch_size, "samples": spec.samples})
     yield Question("micro_batch", question, rows, None, (Reason("plan.batch-parts", parts), Reason(code)))
-
-
-def _cut(size: int, candidate: Candidate) -> str:
-    return f"micro-batch {size} x accumulation {candidate.layout.gradient_accumulation_steps}"
 
 
 def _bubble(plan: RunPlan) -> Iterator[Question]:

@@ -99,12 +99,10 @@ class Question:
 
     @property
     def verdict_text(self) -> str:
-        """Return the verdict as sentences."""
         return _sentences(self.verdict)
 
     @property
     def follows_text(self) -> str:
-        """Return the conclusions as sentences; empty if there are none."""
         return _sentences(self.follows)
 
     def to_json(self) -> dict[str, Any]:

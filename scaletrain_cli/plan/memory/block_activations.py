@@ -39,7 +39,6 @@ class BlockKernels:
 
     @property
     def adapter_bytes(self) -> int:
-        """Return the bytes per element of adapters."""
         return self.adapter_element or self.element
 
     @property

@@ -25,7 +25,6 @@ class Group(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """Elements of the group's largest tensor."""
         return max(max(sizes) for sizes, _ in self.runs)
 
     def pieces(self, ranks: int) -> int:

@@ -16,6 +16,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
 _LONGEST_SECONDS = 1e10  # larger times are typing errors; Unix time in seconds is smaller
+_Nodes = TypeVar("_Nodes", int, bool)
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ def _from_json(path: Path, text: str) -> list[tuple[float, int]]:
     return joined((float(gap), _nodes(path, f"data[{index}]", point)) for index, point in enumerate(data))
 
 
-def joined(intervals: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
+def joined(intervals: Iterable[tuple[float, _Nodes]]) -> list[tuple[float, _Nodes]]:
     """Return the intervals with neighbors of the same number of nodes as one."""
-    found: list[tuple[float, int]] = []
+    found: list[tuple[float, _Nodes]] = []
     for seconds, nodes in intervals:
         if found and found[-1][1] == nodes:
             found[-1] = (found[-1][0] + seconds, nodes)
@@ -116,7 +117,6 @@ _STARTS = 16
 _DAY = 86400.0
 _NEVER_SECONDS = 1000 * 365 * _DAY
 _Intervals = list[tuple[float, bool]]  # seconds, and whether the run has all its nodes
-_Nodes = TypeVar("_Nodes", int, bool)
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def _availability(trace: SpotTrace, needed: int) -> _Intervals:
         found[-1] = (found[-1][0] + seconds, up)
     if len(found) == 1 and found[0][1]:
         return [(math.inf, True)]
-    return [(seconds, bool(up)) for seconds, up in found]
+    return found
 
 
 def spread(values: list[float]) -> Spread:

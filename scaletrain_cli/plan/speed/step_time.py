@@ -58,10 +58,6 @@ class _OncePerStep:
     optimizer: float  # seconds
     sent: int  # bytes that one rank sends to data-parallel ranks
 
-    @property
-    def seconds(self) -> float:
-        return self.exposed + self.optimizer
-
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
     """Return the seconds per optimizer step by cause with derived figures, and the bytes that a rank sends.
@@ -139,7 +135,7 @@ def _step_of_stage(setting: StepSetting, stages: list[MicroBatchTime]) -> tuple[
         m,
         layout.virtual_pipeline,
         [stage.filling for stage in stages],
-        [once[id(stage)].seconds for stage in stages],
+        [once[id(stage)].exposed + once[id(stage)].optimizer for stage in stages],
     )
     slowest = stages[schedule.slowest]
     last = once[id(slowest)]

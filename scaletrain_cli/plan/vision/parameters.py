@@ -25,7 +25,6 @@ class Buffer(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property

@@ -272,12 +272,11 @@ class TextWorkload(Workload):
             yield Rule(key, tensor, "engine-divide-key-value-heads", {"heads": kv_heads}, fix)
         if ceil(vocabulary / tensor) * (tensor - 1) >= vocabulary:
             yield Rule(key, tensor, "engine-ranks-without-tokens", {"vocab_size": vocabulary})
-        widths = {"intermediate_size": model.intermediate_size}
         if model.num_experts and model.has_bias and model.hidden_size % tensor:
             own = {"name": "hidden_size", "width": model.hidden_size}
             yield Rule(key, tensor, "divide-width", own, _near(model.hidden_size, tensor))
-        widths["shared_expert_intermediate_size"] = model.shared_expert_intermediate_size
-        for name, width in widths.items() if model.num_experts else ():
+        for name in ("intermediate_size", "shared_expert_intermediate_size") if model.num_experts else ():
+            width = getattr(model, name)
             if width % tensor and (name != "intermediate_size" or model.moe_layers < model.num_hidden_layers):
                 yield Rule(key, tensor, "divide-width", {"name": name, "width": width}, _near(width, tensor))
         if spec.layout.expert_tensor_parallel not in ("auto", tensor):
