@@ -115,11 +115,14 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
 def send(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = False) -> None:
     """Send the notifications of a run that are waiting, as after its end with a receiver that did not answer.
 
-    Exit code 1 if some are still waiting. While the run trains, its first node sends them.
+    Exit code 1 if some are still waiting. While the run trains, its first node sends them. The end of a run whose job
+    could not record it, as where all nodes were lost, is recorded and sent.
     """
+    from scaletrain_cli.launch.recover import record_lost_end
     from scaletrain_cli.notify.notifier import Notifier, read_receivers
 
     found, record, environment = _own_run(run, trust_owner)
+    record_lost_end(found)
     Notifier(found, record, environment).work(_SEND_SECONDS, is_living=False)
     names = {each.name for each in record.spec.notify}
     left = {name: each for name, each in read_receivers(found).items() if name in names and each.pending}

@@ -19,9 +19,9 @@ from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.job import Job, read_submission
 from scaletrain_cli.launch.restart import automatic_submissions
 from scaletrain_cli.launch.resume import resume
-from scaletrain_cli.launch.status import unreported_end, why_ended
+from scaletrain_cli.launch.status import exit_code_of, run_status, unreported_end, why_ended
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.mirror_state import read_superseded
 from scaletrain_cli.rundir.paths import RunDir, list_runs
 from scaletrain_cli.rundir.record import RunRecord, read_record
@@ -32,6 +32,7 @@ FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 60.0, 3600.0
 # The causes of an end without a report that another start can cure.
 _TAKEN_AWAY: tuple[ExitReason, ...] = ("node", "preempted", "time-limit", "out-of-grace", "killed", "wrong-nodes")
 _NOT_REQUEUED = "slurm.job-not-requeued"
+_ENDS = ("submitted", "finished", "cancelled", "stopped")  # events, of which the last one shows whether the run goes on
 RecoveryState = Literal["resumed", "waiting", "used-up", "refused"]
 
 
@@ -155,6 +156,16 @@ def _due(run: RunDir, record: RunRecord, scheduler: Backend | None, now: float) 
     times = (submission.submitted, *(event.get("time") or 0.0 for event in read_events(run)))
     after = max((at for at in times if at <= now), default=0.0) + delay_seconds(earlier)
     return Recovery(run, "waiting", why, earlier + 1, allowed, after=after if now < after else None)
+
+
+def record_lost_end(run: RunDir) -> None:
+    """Record that the run has ended, if nothing of its job could do so; a resume finds all else as it was."""
+    status = run_status(run)
+    ends = (event["event"] for event in reversed(read_events(run)) if event["event"] in _ENDS)
+    is_over = status.job.state == "ended" and status.state != "finished"
+    if status.files_seen and is_over and next(ends, None) == "submitted":
+        code = exit_code_of(run, status)
+        record_event(run, "stopped", exit_code=code, why=status.why, **status.reason.to_document())
 
 
 @dataclass(frozen=True)
