@@ -19,7 +19,7 @@ from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.job import Job, read_submission
 from scaletrain_cli.launch.restart import automatic_submissions
 from scaletrain_cli.launch.resume import resume
-from scaletrain_cli.launch.status import exit_code_of, run_status, unreported_end, why_ended
+from scaletrain_cli.launch.status import exit_code_of, newest_event, run_status, unreported_end, why_ended
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.mirror_state import read_superseded
@@ -32,7 +32,6 @@ FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 60.0, 3600.0
 # The causes of an end without a report that another start can cure.
 _TAKEN_AWAY: tuple[ExitReason, ...] = ("node", "preempted", "time-limit", "out-of-grace", "killed", "wrong-nodes")
 _NOT_REQUEUED = "slurm.job-not-requeued"
-_ENDS = ("submitted", "finished", "cancelled", "stopped")  # events, of which the last one shows whether the run goes on
 RecoveryState = Literal["resumed", "waiting", "used-up", "refused"]
 
 
@@ -161,9 +160,8 @@ def _due(run: RunDir, record: RunRecord, scheduler: Backend | None, now: float) 
 def record_lost_end(run: RunDir) -> None:
     """Record that the run has ended, if nothing of its job could do so; a resume finds all else as it was."""
     status = run_status(run)
-    ends = (event["event"] for event in reversed(read_events(run)) if event["event"] in _ENDS)
-    is_over = status.job.state == "ended" and status.state != "finished"
-    if status.files_seen and is_over and next(ends, None) == "submitted":
+    is_over = status.files_seen and status.job.state == "ended" and status.state != "finished"
+    if is_over and newest_event(read_events(run), "submitted", "finished", "cancelled", "stopped"):
         code = exit_code_of(run, status)
         record_event(run, "stopped", exit_code=code, why=status.why, **status.reason.to_document())
 

@@ -115,11 +115,11 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
     state = _state(run, record, job, last)
     saved, events = newest_checkpoint_step(run, record.spec), read_events(run)
     unsaved = 0 if state == "finished" or record.spec.code.own_program else measured.get("step", 0) - (saved or 0)
-    start = _newest(events, "start-waits", "started", "resumed", "attempt-ended", "submitted", "stopped")
-    is_between = bool(_newest(events, "attempt-ended", "started", "resumed"))  # the next attempt records its steps lost
+    start = newest_event(events, "start-waits", "started", "resumed", "attempt-ended", "submitted", "stopped")
+    is_between = bool(newest_event(events, "attempt-ended", "started", "resumed"))  # the next records its steps lost
     files_seen = not is_elsewhere(run, record)
     nodes = read_node_records(run, last.number) if last is not None and last.ended is None else ()
-    event = _newest(events, "stragglers", "started", "resumed")
+    event = newest_event(events, "stragglers", "started", "resumed")
     params = {name: event.get(name) for name in ("rank", "seconds", "others_seconds")}
     return RunStatus(
         run_id=record.run_id,
@@ -164,7 +164,7 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
     )
 
 
-def _newest(events: Sequence[Mapping[str, Any]], name: str, *others: str) -> Mapping[str, Any]:
+def newest_event(events: Sequence[Mapping[str, Any]], name: str, *others: str) -> Mapping[str, Any]:
     """Return the newest event of this name, if none of the others is newer; else an empty one."""
     found = (event for event in reversed(events) if event["event"] in (name, *others))
     newest: Mapping[str, Any] = next(found, {})
@@ -414,7 +414,7 @@ def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
 
 def idle_notice(run: RunDir, now: float) -> Reason | None:
     """Return that the running attempt does nothing, if that was announced and still holds. ``now``: Unix seconds."""
-    event = _newest(read_events(run), "idle", "idle-over", "attempt-ended", "submitted", "stopped")
+    event = newest_event(read_events(run), "idle", "idle-over", "attempt-ended", "submitted", "stopped")
     with contextlib.suppress(KeyError, TypeError, ValueError):  # there is none, or it has another form
         passed = max(0.0, now - float(event["time"]))
         left = max(0.0, float(event["ends_in_seconds"]) - passed)

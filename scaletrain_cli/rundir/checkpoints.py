@@ -211,9 +211,8 @@ def _defect_of(path: Path, expected: FileDigest) -> Defect | None:
 
 def _os_defect(error: OSError, where: str = "") -> Defect:
     """Return ``damaged`` for a missing file, which is missing on every node; others may be local."""
-    everywhere = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError) or (
-        error.errno == errno.ELOOP
-    )
+    is_missing = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
+    everywhere = is_missing or error.errno == errno.ELOOP
     return Defect("damaged" if everywhere else "unreadable", f"{where}{error.strerror or error}")
 
 

@@ -28,6 +28,7 @@ LARGEST_BYTES = 64 << 20  # a thousand times a usual document
 _LARGEST_INTEGER = 1 << 63  # float(), time and format codes of larger ones raise
 _TIMES = ("time", "started", "ended", "created", "updated", "began", "expires")
 _YEAR_10000 = 253_402_300_800  # Unix seconds: time.localtime() fails for later years
+_hints = functools.cache(get_type_hints)
 _LISTS = (list, tuple, Sequence, Collection)
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # What a later try finds as well.
@@ -226,11 +227,6 @@ def _dataclass(kind: type[T], data: Mapping[str, Any]) -> T:
         if name in _TIMES and not is_time(value):
             raise ValueError(f"{name}: {value!r} is not a time")
     return kind(**fields)
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def is_time(value: float | None) -> bool:

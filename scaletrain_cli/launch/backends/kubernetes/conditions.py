@@ -286,20 +286,17 @@ def _why_suspended(workload: Object, seen: Observation) -> Explanation:
         again = queued.get("status", {}).get("requeueState", {}).get("requeueAt")
         later = (reason("requeued", time=again),) if again else ()
         lost = _why_pods_were_lost(seen) if evicted.get("reason") == "PodsReadyTimeout" else None
-        return Explanation(_eviction(queued, evicted, lost), (*((lost,) if lost else ()), *later, wait))
+        why = messages.eviction(str(evicted.get("reason", "")), _message(evicted), lost)
+        if evicted.get("reason") == "Preempted":
+            by = condition(queued, "Preempted") or evicted
+            why = messages.preemption(_message(by) or str(by.get("reason", "")))
+        return Explanation(why, (*((lost,) if lost else ()), *later, wait))
     checks = [check for check in queued.get("status", {}).get("admissionChecks", ()) if check.get("state") != "Ready"]
     if condition(queued, "QuotaReserved") is not None and checks:
         check = checks[0]
         said = check.get("message") or "wait"
         return Explanation(reason("admission-check", queue=queue, check=check["name"], said=said))
     return Explanation(wait)
-
-
-def _eviction(queued: Object, evicted: Object, lost: Reason | None) -> Reason:
-    if evicted.get("reason") == "Preempted":
-        why = condition(queued, "Preempted") or evicted
-        return messages.preemption(_message(why) or str(why.get("reason", "")))
-    return messages.eviction(str(evicted.get("reason", "")), _message(evicted), lost)
 
 
 def _why_pods_were_lost(seen: Observation) -> Reason | None:

@@ -315,8 +315,7 @@ def _is_locked(run: RunDir) -> bool:
 def _has_recorded_end(run: RunDir, supervisor: Supervisor) -> bool:
     """Return whether the supervisor has recorded that it ended the run: no other machine need be asked."""
     last = read_attempt(run, max(run.attempts(), default=0))
-    is_over = last is not None and last.ended is not None and last.ended >= supervisor.began
-    return is_over and last is not None and last.decision is not None and not last.may_be_followed
+    return last is not None and last.ended is not None and last.ended >= supervisor.began and not last.may_be_followed
 
 
 def run_to_wait_for(run: RunDir) -> RunDir | None:

@@ -173,7 +173,10 @@ def preemption_rule(site: Site, cluster: ClusterSpec) -> str:
     if kind in ("preempt/none", "(null)"):
         return "Preemption: none on this cluster (PreemptType=preempt/none)."
     if kind == "preempt/qos":
-        return f"Preemption: by QOS. {_by_qos(site)}"
+        if not (preemptors := _preemptors(site)):
+            return f"Preemption: by QOS. No QOS preempts {site.qos or 'that of this job'}."
+        effect = _effect(site, *_qos_mode(site))
+        return f"Preemption: by QOS. Jobs of {site.qos} are preempted by {', '.join(preemptors)}: {effect}"
     if kind == "preempt/partition_prio":
         rules = " ".join(_by_partition(site, partition) for partition in site.partitions_of(cluster))
         return f"Preemption: by PriorityTier of partitions. {rules}" if rules else ""
@@ -216,13 +219,6 @@ def _by_partition(site: Site, partition: Partition) -> str:
         return f"Jobs of {partition.name} are not preempted ({why})."
     effect = _effect(site, partition.preempt_mode, partition.grace_seconds)
     return f"Jobs of {partition.name} are preempted by {', '.join(higher)}: {effect}"
-
-
-def _by_qos(site: Site) -> str:
-    preemptors = _preemptors(site)
-    if not preemptors:
-        return f"No QOS preempts {site.qos or 'that of this job'}."
-    return f"Jobs of {site.qos} are preempted by {', '.join(preemptors)}: {_effect(site, *_qos_mode(site))}"
 
 
 def _effect(site: Site, mode: str, grace_seconds: float) -> str:
