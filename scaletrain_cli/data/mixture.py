@@ -60,8 +60,7 @@ class Mixture:
         """Return the source of a sample of the run, and its position in that source; all counted from 0."""
         stage = bisect_right(self._first, sample) - 1
         block, within = divmod(sample - self._first[stage], _BLOCK)
-        found = _block(self._weights[stage], block)
-        source, position = int(found.sources[within]), int(found.positions[within])
+        source, position = (int(values[within]) for values in _block(self._weights[stage], block))
         return Place(source, int(self._taken[stage][source]) + position)
 
     def counts(self, samples: int) -> npt.NDArray[np.int64]:
@@ -88,16 +87,12 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(whole)
 
 
-class _Block(NamedTuple):
-    """The source of each sample of a block, and its position among the samples of that source, [_BLOCK]."""
-
-    sources: npt.NDArray[np.int16]
-    positions: npt.NDArray[np.int64]
-
-
 @lru_cache(maxsize=256)
-def _block(weights: tuple[int, ...], number: int) -> _Block:
-    """Return a block of a stage with these weights; stages and revisions with equal weights share it."""
+def _block(weights: tuple[int, ...], number: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+    """Return the source of each sample of a block, and its position among the samples of that source, [_BLOCK].
+
+    Stages and revisions with equal weights share it.
+    """
     first = _first_slots(weights, number * _BLOCK)
     slots = sorted(
         (_due(slot, weight), source, slot)
@@ -107,7 +102,7 @@ def _block(weights: tuple[int, ...], number: int) -> _Block:
         for slot in range(first[source], first[source] + weight * (_BLOCK + len(weights)) // PARTS + 2)
     )[:_BLOCK]
     _, sources, positions = zip(*slots, strict=True)
-    return _Block(np.array(sources, np.int16), np.array(positions, np.int64))
+    return np.array(sources, np.int16), np.array(positions, np.int64)
 
 
 def _counts(weights: tuple[int, ...], samples: int) -> npt.NDArray[np.int64]:

@@ -137,7 +137,8 @@ def attach_dataset(description: RemoteFile, datasets: Path) -> Path:
         return folder
     content, files = _checked(description, None)
     with folder_written_whole(folder) as draft:
-        wanted = [name for name in files if _is_beside(name, files[name])]
+        others = (name for name in files if not name.endswith(_DATA_SUFFIX) and name not in (DESCRIPTION, OBJECTS))
+        wanted = [name for name in others if _NAME.fullmatch(name) and files[name].size <= _LARGEST_BESIDE]
         for name in {name.partition("/")[0] for name in wanted if "/" in name}:
             make_folder(draft / name)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -223,11 +224,6 @@ def _root(description: RemoteFile) -> str:
 
 def _content(file: RemoteFile) -> bytes:
     return read_range(file, 0, file.size)
-
-
-def _is_beside(name: str, file: RemoteFile) -> bool:
-    is_data = name.endswith(_DATA_SUFFIX) or name in (DESCRIPTION, OBJECTS)
-    return not is_data and _NAME.fullmatch(name) is not None and file.size <= _LARGEST_BESIDE
 
 
 def _require_complete(root: str, description: dict[str, Any], files: dict[str, RemoteFile]) -> None:

@@ -84,7 +84,7 @@ class Stepper(ABC):
         self.largest_norm = self._by_norm if self.adaptive_clip is None else self.adaptive_clip.threshold()
         if self._engine.zero_optimization_stage() > 0:  # DeepSpeed clips to it
             self._engine.optimizer.clip_grad = self.largest_norm
-        loss, norm = self._train(batches, self.largest_norm, nan_gradient, factor)
+        loss, norm = self._train(batches, nan_gradient, factor)
         if self._mesh.groups.group is not None:  # root mean square over the groups, as the guard needs one value
             square = torch.as_tensor(norm, dtype=torch.float32, device=loss.device).square()
             norm = _mean(square.reshape(()), self._mesh.groups.group).sqrt()
@@ -111,9 +111,7 @@ class Stepper(ABC):
         return loss_scale(self._engine) if self._fp16 else 1.0
 
     @abstractmethod
-    def _train(
-        self, batches: Sequence[MicroBatch], largest_norm: float, nan_gradient: bool, factor: float
-    ) -> tuple[Tensor, Any]:
+    def _train(self, batches: Sequence[MicroBatch], nan_gradient: bool, factor: float) -> tuple[Tensor, Any]:
         """Return mean loss and gradient norm."""
 
     @abstractmethod
@@ -163,13 +161,11 @@ class ModelStepper(Stepper):
         super().__init__(composed, training, mesh)
         self._device, self._sources = device, tuple(sources)
 
-    def _train(
-        self, batches: Sequence[Any], largest_norm: float, nan_gradient: bool, factor: float
-    ) -> tuple[Tensor, Any]:
+    def _train(self, batches: Sequence[Any], nan_gradient: bool, factor: float) -> tuple[Tensor, Any]:
         total, norm = torch.zeros((), device=self._device), 0.0
         objective = self._composed.objective
         if isinstance(objective, Joined) and len(batches) > 1:
-            return self._train_joined(objective, batches, largest_norm, torch.nan if nan_gradient else factor)
+            return self._train_joined(objective, batches, torch.nan if nan_gradient else factor)
         objective.row_losses = [] if self._sources else None
         noise = self.noise_scale if self.measures_noise else None
         for index, batch in enumerate(batches):
@@ -184,7 +180,7 @@ class ModelStepper(Stepper):
                     self._engine.backward(loss)
             else:
                 self._engine.backward(loss)
-            norm = self._end_micro_batch(largest_norm)
+            norm = self._end_micro_batch()
         rows, objective.row_losses = objective.row_losses, None
         self._enter("other")
         square = torch.zeros((), device=self._device) if noise is None else noise.take_square()
@@ -192,9 +188,7 @@ class ModelStepper(Stepper):
         self._noise = {} if noise is None else {"noise_scale": noise.add(square, norm)}
         return loss, norm
 
-    def _train_joined(
-        self, objective: Joined, batches: Sequence[Any], largest_norm: float, factor: float
-    ) -> tuple[Tensor, Any]:
+    def _train_joined(self, objective: Joined, batches: Sequence[Any], factor: float) -> tuple[Tensor, Any]:
         """Train on a loss that compares the samples of all micro-batches; ``factor``: of the loss, for faults."""
         from scaletrain_cli.engine.losses.grad_cache import cached_backward
 
@@ -213,18 +207,18 @@ class ModelStepper(Stepper):
             nonlocal norm
             self._enter("backward")
             self._engine.backward(scalar, scale_wrt_gas=False)
-            norm = self._end_micro_batch(largest_norm)
+            norm = self._end_micro_batch()
 
         total = cached_backward(forward, batches, loss, backward, self._device)
         self._enter("other")
         return _mean(total, self._mesh.replicas.group), norm
 
-    def _end_micro_batch(self, largest_norm: float) -> Any:
+    def _end_micro_batch(self) -> Any:
         """Update the weights after the last micro-batch of a step; return the norm of the gradient, else 0."""
         self._enter("optimizer")
         if self._engine.is_gradient_accumulation_boundary():
             with profiled(UPDATE):
-                return self._update(largest_norm)
+                return self._update()
         self._engine.step()  # only counts the micro-batch
         return 0.0
 
@@ -250,7 +244,7 @@ class ModelStepper(Stepper):
         self._source_losses = {f"loss/{name}": each for name, each in zip(self._sources, losses.unbind(), strict=True)}
         return reduced[0], reduced[1]
 
-    def _update(self, largest_norm: float) -> Any:
+    def _update(self) -> Any:
         """Clip and apply the accumulated gradient unless it is not finite; return its norm before clipping.
 
         From stage 1 on DeepSpeed does both; in stage 0 with fp32 it neither checks nor reports.
@@ -264,7 +258,7 @@ class ModelStepper(Stepper):
         on_device = gradient_norm(parameters, self._mesh)
         norm = on_device.cpu()  # the only wait for the device in the step
         if torch.isfinite(norm):
-            clip(parameters, on_device, largest_norm)
+            clip(parameters, on_device, self.largest_norm)
             engine.step()
         else:
             engine.zero_grad()  # a rollback to a checkpoint must not start with this gradient
@@ -347,9 +341,7 @@ class PipelineStepper(Stepper):
 
         return in_phase
 
-    def _train(
-        self, batches: Sequence[MicroBatch], largest_norm: float, nan_gradient: bool, factor: float
-    ) -> tuple[Tensor, Any]:
+    def _train(self, batches: Sequence[MicroBatch], nan_gradient: bool, factor: float) -> tuple[Tensor, Any]:
         assert self._composed.stage is not None
         self._composed.stage.nan_gradient, self._composed.stage.loss_factor = nan_gradient, factor
         return self._engine.train_batch(self._feed(batches)), self._engine.get_global_grad_norm()

@@ -184,12 +184,11 @@ def _day(moment: float) -> int:
 def show_points(points: Sequence[Point], start: Start, at_once: int) -> None:
     """Print the points of a sweep to stderr before confirmation. ``start`` is that of the first runs."""
     table = titled_table(("point", "step", "to train", "cost"), "wrrr")
-    for point, cost in zip(points, [point.plan.cost.expected_usd for point in points], strict=True):
-        time = point.plan.time
+    for point in points:
+        time, cost = point.plan.time, point.plan.cost.expected_usd
         price = dollars_text(cost) if cost is not None else ""
-        table.add_row(
-            escaped_text(", ".join(point.overrides)), seconds_text(time.step), seconds_text(time.to_train), price
-        )
+        name = escaped_text(", ".join(point.overrides))
+        table.add_row(name, seconds_text(time.step), seconds_text(time.to_train), price)
     show(stderr_console(), table)
     show(stderr_console(), labelled(sweep_rows([(point.spec, point.plan) for point in points], start, at_once)))
 

@@ -172,8 +172,7 @@ class ChatTokenizer:
 
     def _conversation(self, conversation: Conversation) -> _Text:
         template = self._templates[self._files.template_for(conversation.tools, self._name)]
-        messages = self._with_images(conversation.messages, conversation.tools)
-        conversation = conversation._replace(messages=messages)
+        conversation = conversation._replace(messages=self._with_images(conversation.messages, conversation.tools))
         weights = [weight for weight in conversation.weights if weight is not None]
         if self._loss_on == "all" and all(weight == 1 for weight in weights):
             return self._checked(self._whole(template, conversation), template, conversation)

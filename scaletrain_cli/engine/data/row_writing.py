@@ -315,18 +315,13 @@ def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
     digest, hashes = hashlib.sha256(), list[bytes]()
     numbers: dict[str, Any] = {}
     for split in SPLITS:
-        written = _write_split(folder, split, spools[split], data.packing, seq_len, dtype)
+        of_split, sizes, order = _write_split(folder, split, spools[split], data.packing, seq_len, dtype)
         if images is not None:
-            of_images, sizes = images.finish(split, written.order)
-            written.hashes.extend(of_images)
-            numbers |= {f"{split}_{name}": size for name, size in sizes.items()}
-        hashes += written.hashes
-        digest.update(split.encode() + b"".join(written.hashes))
-        numbers |= {
-            f"{split}_tokens": written.tokens,
-            f"{split}_documents": written.documents,
-            f"{split}_rows": written.rows,
-        }
+            of_images, image_sizes = images.finish(split, order)
+            of_split, sizes = of_split + of_images, sizes | image_sizes
+        hashes += of_split
+        digest.update(split.encode() + b"".join(of_split))
+        numbers |= {f"{split}_{name}": size for name, size in sizes.items()}
     bad_images = 0 if images is None else images.rows_left_out
     info = RowsInfo(
         schema=SCHEMA,
@@ -376,16 +371,10 @@ def _beside_a_tokenizer(files: TemplateFiles, tokenizer: Any) -> dict[str, dict[
     }
 
 
-@dataclass(frozen=True)
-class _Written:
-    hashes: list[bytes]
-    tokens: int
-    documents: int
-    rows: int
-    order: list[int]  # of the documents by their numbers in the spool
-
-
-def _write_split(folder: Path, split: str, spool: _Spool, packing: str, seq_len: int, dtype: str) -> _Written:
+def _write_split(
+    folder: Path, split: str, spool: _Spool, packing: str, seq_len: int, dtype: str
+) -> tuple[list[bytes], dict[str, int], list[int]]:
+    """Return the hashes and sizes of its files, and the order of the documents by their numbers in the spool."""
     lengths = spool.lengths
     tokens, weights = spool.read()
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) if lengths else np.zeros(1, np.int64)
@@ -418,4 +407,4 @@ def _write_split(folder: Path, split: str, spool: _Spool, packing: str, seq_len:
         hashes = [files[part].finish() for part in PARTS]
     del tokens, weights
     spool.remove()
-    return _Written(hashes, place, documents, rows, order)
+    return hashes, {"tokens": place, "documents": documents, "rows": rows}, order

@@ -98,7 +98,7 @@ def model_state_bytes(engine: Any) -> ModelStateBytes:
     """Return what the rank of this DeepSpeed engine holds now; Adam's hooks exist after the first step."""
     counted = _Counter(engine.device.type == "cpu")
     wrapper, parameters = engine.optimizer, list(engine.module.parameters())
-    states_away, weights_away = _offloads(engine, "optimizer"), _offloads(engine, "param")
+    states_away, weights_away = _offloads(engine.zero_offload_optimizer()), _offloads(engine.zero_offload_param())
     inner = getattr(wrapper, "optimizer", wrapper)
     masters = [*_held(wrapper, _MASTERS), *(p for group in inner.param_groups for p in group["params"])]
     held = counted.add((p.data for p in parameters), away=False)
@@ -193,8 +193,7 @@ class _Counter:
         return total
 
 
-def _offloads(engine: Any, what: str) -> bool:
-    config = engine.zero_offload_optimizer() if what == "optimizer" else engine.zero_offload_param()
+def _offloads(config: Any) -> bool:
     return config is not None and str(config.device) not in ("none", "OffloadDeviceEnum.none")
 
 

@@ -105,7 +105,11 @@ class StepSplit:
     def enter(self, phase: Phase) -> None:
         """End the present phase of the step and begin another one. Does nothing outside of a step."""
         if self._running:
-            self._marks.append(_Mark(phase, self._clock(), self._event() if self._on_gpu else None))
+            now, event = self._clock(), None
+            if self._on_gpu:
+                event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(self._device))
+            self._marks.append(_Mark(phase, now, event))
 
     def end(self, step: int, known: Mapping[str, float | Callable[[], float]]) -> None:
         """End the step. ``known``: further columns; a callable is called after the work of the step is done."""
@@ -144,8 +148,3 @@ class StepSplit:
             values["host_seconds"] = total * min(1.0, host["forward"] / sums["forward"])
         values |= {name: value() if callable(value) else value for name, value in pending.known.items()}
         return SplitStep(pending.step, values)
-
-    def _event(self) -> Any:
-        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event

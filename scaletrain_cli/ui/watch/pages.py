@@ -255,8 +255,7 @@ def _chart(
 def _line(view: RunView, choices: Choices, column: str, style: str) -> Line:
     """Return a column of the history, the part of it that is chosen."""
     history = view.case.history
-    first = len(history) - max(8, len(history) >> choices.halvings) if choices.halvings else 0
-    first = max(0, first)
+    first = max(0, len(history) - max(8, len(history) >> choices.halvings)) if choices.halvings else 0
     steps = history.steps[first:]
     return Line(
         _places(view, choices, steps), history.column(column)[first:], f"bold {style}", band_style=f"dim {style}"

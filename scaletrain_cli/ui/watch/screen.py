@@ -58,8 +58,7 @@ def screen_lines(shown: Shown, choices: Choices, width: int, height: int) -> lis
     content = _PAGES[choices.page](shown, choices, width, height - _FRAME_ROWS)
     room = max(1, height - _FRAME_ROWS - len(content.head))
     choices.scroll = max(0, min(choices.scroll, len(content.body) - room))
-    first = len(content.body) - room - choices.scroll if content.from_end else choices.scroll
-    first = max(0, first)
+    first = max(0, len(content.body) - room - choices.scroll) if content.from_end else choices.scroll
     body = [*content.head, *content.body[first : first + room]]
     body += [Text("")] * (height - _FRAME_ROWS - len(body))
     # The name of the shown page is in brackets, so that it is seen without colors.

@@ -211,9 +211,9 @@ def train_rank(row: Row) -> Trained:
     size, update = row.micro_batch_size, stepper._update
     gradients: dict[str, Tensor] = {}
 
-    def noting_update(largest_norm: float) -> Any:
+    def noting_update() -> Any:
         gradients.update(gradients or _whole_gradients(composed))
-        return update(largest_norm)
+        return update()
 
     stepper._update = noting_update
     for step in range(1, row.steps + 1):
