@@ -185,13 +185,13 @@ class PreparedResume:
         """
         run, record, report = self.run.directory, self.record, self.report
         spec, plan = record.spec, record.plan
-        found = self.backend.preflight(spec, plan, run, record.code)
+        preflight = self.backend.preflight(spec, plan, run, record.code)
         space = disk_space_notes(
             spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec)))
         )
         # If the checkpoints are not visible here, estimate progress from the steps that the ranks printed.
         step = report.checkpoint.step if report.checkpoint is not None else int(report.job.progress.get("step", 0))
-        return SubmissionSummary(spec, plan, found.start, step, (*found.warnings, *space), record.code)
+        return SubmissionSummary(spec, plan, preflight.start, step, (*preflight.warnings, *space), record.code)
 
     def submit(self, prepare: Choice = "auto", on_preparation: Callable[[str], None] = lambda line: None) -> Submitted:
         """Submit the job, and prepare the data before if they are not, as PreparedSubmission.submit() does."""
@@ -228,12 +228,12 @@ def status(run: str | Path | Run) -> RunStatus:
 
 def wait(run: str | Path | Run, timeout_seconds: float | None = None) -> RunStatus:
     """Return the state once the run has ended, or after ``timeout_seconds``. Queries the scheduler every 2 s."""
-    found = find_run(run)
+    handle = find_run(run)
     deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
     while True:
-        seen = run_status(found.directory)
+        seen = run_status(handle.directory)
         left = deadline - time.monotonic()
-        if is_over(found.directory, seen) or left <= 0:
+        if is_over(handle.directory, seen) or left <= 0:
             return seen
         time.sleep(min(_POLL_SECONDS, left))
 
@@ -250,9 +250,9 @@ def logs(
 
     Raises UsageError where there is no such attempt or rank.
     """
-    found = find_run(run).directory
-    with fetched_logs(found):
-        return list(read_logs(found, attempt, rank, last_lines))
+    directory = find_run(run).directory
+    with fetched_logs(directory):
+        return list(read_logs(directory, attempt, rank, last_lines))
 
 
 prepare_submission = PreparedSubmission.prepare
@@ -281,14 +281,14 @@ def prepare_resume(
     ``overrides``: as ``cluster.nodes=4``; ``dry_run``: the run directory need not be writable; ``take_over``: a job
     whose scheduler does not answer any more counts as over.
     """
-    found = find_run(run)
+    handle = find_run(run)
     owner = "Ask that user to resume it, or submit a run of your own"
-    require_own_run(found.directory, trust_owner=trust_owner, remedy=owner)
+    require_own_run(handle.directory, trust_owner=trust_owner, remedy=owner)
     if not dry_run:
-        require_changeable(found.directory, f"{found.run_id} cannot be resumed")
-    resize = replan(found.directory, [*overrides], new_code=new_code) if overrides or new_code else None
-    report = inspect_resume(found.directory, take_over=take_over)
-    return PreparedResume(found, report, resize, from_scratch, trust_owner, take_over)
+        require_changeable(handle.directory, f"{handle.run_id} cannot be resumed")
+    resize = replan(handle.directory, [*overrides], new_code=new_code) if overrides or new_code else None
+    report = inspect_resume(handle.directory, take_over=take_over)
+    return PreparedResume(handle, report, resize, from_scratch, trust_owner, take_over)
 
 
 def prepare_branch(

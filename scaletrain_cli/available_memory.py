@@ -18,8 +18,8 @@ _FILES = {
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that a job may still use: the minimum over the machine and each cgroup; None if unknown."""
-    found = _AVAILABLE.search(text_of(root / "proc/meminfo"))
-    return None if found is None else min([int(found[1]) * 1024, *_left_by_groups(root)])
+    match = _AVAILABLE.search(text_of(root / "proc/meminfo"))
+    return None if match is None else min([int(match[1]) * 1024, *_left_by_groups(root)])
 
 
 def used_bytes(root: Path = Path("/")) -> int | None:

@@ -38,8 +38,8 @@ def install_command(extra: str) -> str:
     """Return the command that installs an extra, with the checkout to run it in (the package is not on PyPI)."""
     from scaletrain_cli.project_files import checkout
 
-    found = checkout()
-    where = f"the checkout {found}" if found else "a checkout of ScaleTrain"
+    folder = checkout()
+    where = f"the checkout {folder}" if folder else "a checkout of ScaleTrain"
     return f"pip install -c constraints.txt '.[{extra}]' in {where}"
 
 

@@ -38,8 +38,8 @@ def no_space(folder: Path) -> str:
 def why_unwritable(folder: Path) -> Literal["full", "read-only"] | None:
     """Return what keeps all users from writing to the file system of ``folder``. Leaves nothing, and sees no quotas."""
     try:
-        found = os.statvfs(folder)
-        if found.f_bavail * found.f_frsize < _PROBE_BYTES:
+        status = os.statvfs(folder)
+        if status.f_bavail * status.f_frsize < _PROBE_BYTES:
             return "full"
         # A file without a name: after an error of the disk, statvfs() does not say that nothing can be written.
         tempfile.TemporaryFile(dir=folder).close()

@@ -51,8 +51,8 @@ def take_over_library_logger(name: str) -> None:
 
 def is_library_noise(line: str) -> bool:
     """Return whether a line of a log was written for a library, at a level below error."""
-    found = _LIBRARY_LINE.match(line)
-    return found is not None and found[1] not in ("ERROR", "CRITICAL")
+    match = _LIBRARY_LINE.match(line)
+    return match is not None and match[1] not in ("ERROR", "CRITICAL")
 
 
 class DescriptorHandler(logging.Handler):

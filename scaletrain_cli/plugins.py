@@ -63,10 +63,10 @@ class Plugin:
                 Reason("plugin.twice", {"kind": GROUPS[self.group], "name": self.name, "packages": list(self.packages)})
             )
         with self.errors():
-            found = load_reference(self.reference)
-        if not isinstance(found, kind):
-            raise self.invalid(f"must be a {kind.__name__}, not a {type(found).__name__}")
-        return found
+            loaded = load_reference(self.reference)
+        if not isinstance(loaded, kind):
+            raise self.invalid(f"must be a {kind.__name__}, not a {type(loaded).__name__}")
+        return loaded
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
@@ -98,7 +98,7 @@ def _one_line(error: BaseException) -> str:
 
 def plugins(group: str, built_in: Iterable[str] = ()) -> dict[str, Plugin]:
     """Return the plug-ins of a group by name, sorted; a built-in name cannot be taken. Imports none of them."""
-    return {name: found for name, found in _all_plugins()[group].items() if name not in built_in}
+    return {name: plugin for name, plugin in _all_plugins()[group].items() if name not in built_in}
 
 
 def package_that_raised(error: BaseException) -> str | None:
@@ -126,23 +126,23 @@ def load_reference(reference: str) -> Any:
     """
     module, _, attribute = reference.partition(":")
     with contextlib.redirect_stdout(sys.stderr):
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
         for name in filter(None, attribute.split(".")):
-            found = getattr(found, name)
-    return found
+            target = getattr(target, name)
+    return target
 
 
 @cache
 def _all_plugins() -> dict[str, dict[str, Plugin]]:
     """Return the plug-ins of every group, from one scan of the installed packages."""
-    found: dict[str, dict[str, Plugin]] = {group: {} for group in GROUPS}
+    by_group: dict[str, dict[str, Plugin]] = {group: {} for group in GROUPS}
     for entry in sorted(_entry_points(), key=lambda entry: entry.name):
         reference = entry.value.partition("[")[0].strip()
         package = (entry.dist.name if entry.dist is not None else None) or reference.partition(":")[0]
-        before = found[entry.group].get(entry.name)
+        before = by_group[entry.group].get(entry.name)
         packages = (package,) if before is None else (*before.packages, package)
-        found[entry.group][entry.name] = Plugin(entry.group, entry.name, reference, packages)
-    return found
+        by_group[entry.group][entry.name] = Plugin(entry.group, entry.name, reference, packages)
+    return by_group
 
 
 def _entry_points() -> list[EntryPoint]:
@@ -155,11 +155,11 @@ def _entry_points() -> list[EntryPoint]:
         installed = entry_points()
         return [entry for group in GROUPS for entry in installed.select(group=group)]
     except Exception:  # does not say in which package; the search for it reads all of their metadata
-        found: dict[str, list[EntryPoint]] = {}
+        by_package: dict[str, list[EntryPoint]] = {}
         for package in distributions():
             with contextlib.suppress(Exception):
-                found.setdefault(package.name, [entry for entry in package.entry_points if entry.group in GROUPS])
-        return [entry for entries in found.values() for entry in entries]
+                by_package.setdefault(package.name, [entry for entry in package.entry_points if entry.group in GROUPS])
+        return [entry for entries in by_package.values() for entry in entries]
 
 
 def _may_have_plugins() -> bool:

@@ -15,8 +15,8 @@ _PACKAGE = Path(__file__).parent
 @cache
 def packaged_data(name: str) -> dict[str, Any]:
     """Return the JSON object in a file of this package, such as ``plan/catalogue/hardware.json``. Do not change it."""
-    found: dict[str, Any] = json.loads((_PACKAGE / name).read_text(encoding="utf-8"))
-    return found
+    document: dict[str, Any] = json.loads((_PACKAGE / name).read_text(encoding="utf-8"))
+    return document
 
 
 def project_file(name: str) -> Path:
@@ -49,6 +49,6 @@ def _installed_from() -> Path | None:
 def recipes() -> dict[str, Path]:
     """Return the spec of each recipe by its name, such as ``llama-7b-h100`` or ``own-engine``."""
     folder = project_file("recipes")
-    found = {path.stem: path for path in folder.glob("*.yaml")}
-    found |= {path.parent.name: path for path in folder.glob("*/run.yaml")}
-    return dict(sorted(found.items()))
+    specs = {path.stem: path for path in folder.glob("*.yaml")}
+    specs |= {path.parent.name: path for path in folder.glob("*/run.yaml")}
+    return dict(sorted(specs.items()))

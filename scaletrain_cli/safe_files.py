@@ -219,8 +219,8 @@ def make_private_folder(path: Path) -> None:
     For trusted files below /tmp, at a name that another user could have taken.
     """
     make_folder(path, mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError(
             errno.EPERM, f"not used: it is not private to {user_name(os.geteuid())}. Remove it", str(path)
         )
@@ -277,12 +277,12 @@ def _open(path: Path, flags: int, *, create: bool, private: bool = False, shared
                     flags = os.O_RDONLY  # sufficient for a lock, except on NFS
                     continue
                 raise OSError(error.errno, error.strerror, str(path)) from error
-            found = os.fstat(descriptor)
-            linked = found.st_nlink > 1 and os.fstat(folder).st_mode & 0o022  # else only its owner can have linked it
-            device = stat.S_ISCHR(found.st_mode)  # such as /dev/null; only root can create one
+            status = os.fstat(descriptor)
+            linked = status.st_nlink > 1 and os.fstat(folder).st_mode & 0o022  # else only its owner can have linked it
+            device = stat.S_ISCHR(status.st_mode)  # such as /dev/null; only root can create one
             # Another user could hold a lock on their own file indefinitely, also the owner of the folder.
-            foreign = private and found.st_uid not in (os.geteuid(), 0) and not _owns_for_us(folder, found.st_uid)
-            if not (stat.S_ISREG(found.st_mode) or device) or (linked and not device) or foreign:
+            foreign = private and status.st_uid not in (os.geteuid(), 0) and not _owns_for_us(folder, status.st_uid)
+            if not (stat.S_ISREG(status.st_mode) or device) or (linked and not device) or foreign:
                 os.close(descriptor)
                 _refuse(path, folder)
             os.set_blocking(descriptor, True)
@@ -306,12 +306,12 @@ def _owns_for_us(folder: int, uid: int) -> bool:
 
 def _refuse(path: Path, folder: int) -> NoReturn:
     with contextlib.suppress(FileNotFoundError):
-        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
-        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no regular file"
-        if stat.S_ISREG(found.st_mode):
-            kind = "a hard link to a file of another name" if found.st_nlink > 1 else "another user's file"
+        status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no regular file"
+        if stat.S_ISREG(status.st_mode):
+            kind = "a hard link to a file of another name" if status.st_nlink > 1 else "another user's file"
         raise PermissionError(
-            errno.EPERM, f"not written to: it is {kind}, made by {user_name(found.st_uid)}. Remove it", str(path)
+            errno.EPERM, f"not written to: it is {kind}, made by {user_name(status.st_uid)}. Remove it", str(path)
         )
     raise OSError(errno.ESTALE, "changed while it was opened", str(path))
 
@@ -378,18 +378,18 @@ def _with_whole_path(error: OSError, folder: Path) -> OSError:
 
 def _follow(folder: int, name: str, path: Path) -> str:
     """Return the target of a link in a path. Its owner must be root, this user or the owner of its folder."""
-    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    if not stat.S_ISLNK(found.st_mode):
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISLNK(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-    if found.st_uid not in (0, os.geteuid(), os.fstat(folder).st_uid):
+    if status.st_uid not in (0, os.geteuid(), os.fstat(folder).st_uid):
         raise PermissionError(
             errno.EPERM,
-            f"not used: {name} in it is a symbolic link, made by {user_name(found.st_uid)}. Remove it",
+            f"not used: {name} in it is a symbolic link, made by {user_name(status.st_uid)}. Remove it",
             str(path),
         )
     target = os.readlink(name, dir_fd=folder)
     again = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    if (again.st_ino, again.st_uid) != (found.st_ino, found.st_uid):
+    if (again.st_ino, again.st_uid) != (status.st_ino, status.st_uid):
         raise OSError(errno.ESTALE, "changed while it was opened", str(path))
     return target
 
@@ -456,20 +456,20 @@ def unwritable(folder: Path) -> str:
     """Return why this user cannot write to the folder, and a remedy."""
     remedy = "set SCALETRAIN_RUNS, or `runs` in clusters.yaml, to a folder that you can write to"
     try:
-        found = folder.stat()
+        status = folder.stat()
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
     except OSError as error:
         return f"{folder}: {error.strerror or error}. Choose another place: {remedy}."
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         return f"{folder} is not a folder. Choose another place: {remedy}."
     if read_only:
         return f"{folder} is on a file system that is mounted read-only. Mount it writable, or {remedy}."
-    group = _group_name(found.st_gid)
-    member = found.st_gid in {os.getegid(), *os.getgroups()}
+    group = _group_name(status.st_gid)
+    member = status.st_gid in {os.getegid(), *os.getgroups()}
     cure = f"chmod g+rwxs {folder}" if member else f"chgrp GROUP {folder} && chmod g+rwxs {folder}"
     return (
-        f"{folder} cannot be written to by {user_name(os.geteuid())}: it belongs to {user_name(found.st_uid)}, group "
-        f"{group}, mode {stat.S_IMODE(found.st_mode):04o}. Ask its owner to run `{cure}`"
+        f"{folder} cannot be written to by {user_name(os.geteuid())}: it belongs to {user_name(status.st_uid)}, group "
+        f"{group}, mode {stat.S_IMODE(status.st_mode):04o}. Ask its owner to run `{cure}`"
         f"{'' if member else ' with a group that you are in'}, or {remedy}."
     )
 

@@ -46,10 +46,10 @@ def _read_run() -> SentRun | None:
     path = sent().run
     if path is None:
         return None
-    found = os.stat(path)
-    state = (found.st_ino, found.st_mtime_ns)
+    status = os.stat(path)
+    state = (status.st_ino, status.st_mtime_ns)
     if _read is None or _read[0] != state:
-        _read = (state, SentRun(**json.loads(path.read_bytes()), received=found.st_mtime))
+        _read = (state, SentRun(**json.loads(path.read_bytes()), received=status.st_mtime))
     return _read[1]
 
 
@@ -58,8 +58,8 @@ def sent_document(path: Path) -> dict[str, Any] | None:
     if sent().run is None:
         return None
     for folder in list(path.parents)[:2]:
-        if (found := sent_run(folder)) is not None:
-            return found.documents.get(str(path.relative_to(folder)))
+        if (run := sent_run(folder)) is not None:
+            return run.documents.get(str(path.relative_to(folder)))
     return None
 
 

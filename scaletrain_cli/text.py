@@ -160,7 +160,7 @@ def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 
 def visible(text: str) -> str:
     """Return untrusted text with control characters escaped, except line ends and tabs."""
-    return _obeyed().sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _obeyed().sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 @functools.cache

@@ -41,8 +41,8 @@ def known_error(error: Exception, doing: str) -> ScaletrainError:
         return error
     if isinstance(error, OSError):
         return error_of_system(error, doing)
-    found = _error_of_import(error) if isinstance(error, ImportError) else None
-    return found or error_of_bug(error)
+    import_error = _error_of_import(error) if isinstance(error, ImportError) else None
+    return import_error or error_of_bug(error)
 
 
 def error_of_system(error: OSError, doing: str) -> ScaletrainError:
@@ -54,9 +54,9 @@ def error_of_system(error: OSError, doing: str) -> ScaletrainError:
         place, remedy = _unnamed(place, remedy)
     elif error.errno == errno.ENOSPC and _has_no_inodes(file or os.curdir):
         remedy = "That file system has space, but no inodes left for new files: delete many small files."
-    found = ScaletrainError(f"{doing}: {place}." if doing else f"{place}.", remedy=remedy)
-    found.code, found.file = "io", file
-    return found
+    system_error = ScaletrainError(f"{doing}: {place}." if doing else f"{place}.", remedy=remedy)
+    system_error.code, system_error.file = "io", file
+    return system_error
 
 
 def _unnamed(place: str, remedy: str | None) -> tuple[str, str | None]:
@@ -73,8 +73,8 @@ def _unnamed(place: str, remedy: str | None) -> tuple[str, str | None]:
 
 def _has_no_inodes(path: str) -> bool:
     with contextlib.suppress(OSError):
-        found = os.statvfs(path if os.path.exists(path) else os.path.dirname(path) or os.curdir)
-        return found.f_files > 0 and found.f_favail == 0
+        system = os.statvfs(path if os.path.exists(path) else os.path.dirname(path) or os.curdir)
+        return system.f_files > 0 and system.f_favail == 0
     return False
 
 
@@ -97,9 +97,9 @@ def error_of_bug(error: Exception) -> ScaletrainError:
     remedy = _traceback_kept(text)
     package = package_that_raised(error)
     owner = "ScaleTrain" if package is None else f"the package {package}"
-    found = ScaletrainError(f"internal error: {what}{place}. This is a bug in {owner}.", remedy=remedy)
-    found.code = "internal"
-    return found
+    bug = ScaletrainError(f"internal error: {what}{place}. This is a bug in {owner}.", remedy=remedy)
+    bug.code = "internal"
+    return bug
 
 
 def _traceback_kept(text: str) -> str:

@@ -43,13 +43,13 @@ def list_them(run: RunOrNewest = None, as_json: AsJson = False) -> None:
     from scaletrain_cli.rundir.mirror_state import read_mirror_state
     from scaletrain_cli.ui.checkpoints import entry_json, show_entries
 
-    found, record, folder, is_seen = _read(run)
+    run_dir, record, folder, is_seen = _read(run)
     if not is_seen:
         if as_json:
             print_json({"folder": str(folder), "checkpoints": None, "only_in_mirror": None})
-        say(f"checkpoints of {found.run_id}: {Reason('launch.view-not-seen')}")
+        say(f"checkpoints of {run_dir.run_id}: {Reason('launch.view-not-seen')}")
         return
-    entries, state = take_inventory(folder), read_mirror_state(found)
+    entries, state = take_inventory(folder), read_mirror_state(run_dir)
     mirrored = None if record.spec.checkpoint.mirror.to is None else [] if state is None else state.steps
     only_there = sorted(set(mirrored or ()) - {entry.step for entry in entries if entry.checkpoint})
     if as_json:
@@ -73,13 +73,13 @@ def mirror(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = Fals
     from scaletrain_cli.launch.mirroring import mirror_now
     from scaletrain_cli.rundir.record import require_changeable
 
-    found, record, _ = _own_run(run, trust_owner, "mirror")
-    require_changeable(found, f"{found.run_id} cannot be mirrored")
-    state = mirror_now(found, record)
+    run_dir, record, _ = _own_run(run, trust_owner, "mirror")
+    require_changeable(run_dir, f"{run_dir.run_id} cannot be mirrored")
+    state = mirror_now(run_dir, record)
     if as_json:
         print_json(state.to_json())
         return
-    say(f"step {state.step} of {found.run_id} is in {state.to}")
+    say(f"step {state.step} of {run_dir.run_id} is in {state.to}")
 
 
 @app.command(epilog=describe(VERIFYING))
@@ -113,10 +113,10 @@ def verify(
     _add_base_problems(record, chosen, problems)
     if as_json:
         print_json({"folder": str(folder), "problems": problems, "sound": not any(problems.values())})
-    for name, found in problems.items():
-        for problem in () if as_json else found:
+    for name, of_checkpoint in problems.items():
+        for problem in () if as_json else of_checkpoint:
             typer.echo(visible(f"{name}/{problem}"))
-    bad = sum(bool(found) for found in problems.values())
+    bad = sum(bool(of_checkpoint) for of_checkpoint in problems.values())
     say(f"{len(problems) - bad} of {len(problems)} checkpoints are valid")
     raise typer.Exit(ExitCode.CRASHED if bad else ExitCode.DONE)
 
@@ -149,10 +149,10 @@ def export(
     if adapter_format == "peft" and dtype not in (None, "fp32"):
         raise UsageError(f"--dtype {dtype}: an adapter is exported in fp32, as it was trained. Remove --dtype.")
     exported_dtype = dtype or ("fp32" if adapter_format == "peft" else "bf16")
-    found, record, folder = _own_run(run, trust_owner, "export")
-    checkpoint = _valid_checkpoint(found.run_id, folder, step)
+    run_dir, record, folder = _own_run(run, trust_owner, "export")
+    checkpoint = _valid_checkpoint(run_dir.run_id, folder, step)
     options = ["--format", adapter_format, *(["--averaged"] if averaged else [])]
-    exported = _export(found, record, [checkpoint], output, exported_dtype, *options)
+    exported = _export(run_dir, record, [checkpoint], output, exported_dtype, *options)
     exported |= {"step": checkpoint.step, "dtype": exported_dtype}
     _report_export(exported, f"step {checkpoint.step}", output, as_json)
 
@@ -175,15 +175,15 @@ def average(
     Each checkpoint is verified first; a damaged one is an error with --step, and is passed over without it. The mean is
     computed in fp32 and rounded once. The run and its checkpoints are not changed. Prints the folder to stdout.
     """
-    found, record, folder = _own_run(run, trust_owner, "average")
+    run_dir, record, folder = _own_run(run, trust_owner, "average")
     if steps is not None and len(set(steps)) < 2:
         raise UsageError("--step: a mean needs at least two different steps. Give --step again.")
     chosen = (
-        _latest_valid_checkpoints(found.run_id, folder, last)
+        _latest_valid_checkpoints(run_dir.run_id, folder, last)
         if steps is None
-        else [_valid_checkpoint(found.run_id, folder, step) for step in sorted(set(steps))]
+        else [_valid_checkpoint(run_dir.run_id, folder, step) for step in sorted(set(steps))]
     )
-    exported = _export(found, record, chosen, output, dtype)
+    exported = _export(run_dir, record, chosen, output, dtype)
     exported |= {"steps": [checkpoint.step for checkpoint in chosen], "dtype": dtype}
     _report_export(exported, f"the mean of steps {', '.join(map(str, exported['steps']))}", output, as_json)
 
@@ -222,19 +222,21 @@ def sample(
     """
     from scaletrain_cli.spec import ModelSpec
 
-    found, record, checkpoints = _own_run(run, trust_owner, "sample")
+    run_dir, record, checkpoints = _own_run(run, trust_owner, "sample")
     spec = record.spec
     if not isinstance(spec.model, ModelSpec):
-        raise UsageError(f"{found.run_id} has model.family = {spec.model.family}. Only language models can be sampled.")
+        raise UsageError(
+            f"{run_dir.run_id} has model.family = {spec.model.family}. Only language models can be sampled."
+        )
     raw = raw or spec.training.objective == "causal_lm"
     if raw and system is not None:
         raise UsageError("--system: a text that is continued has no system message. Put it into the prompt.")
     engine_process.require_installed(needs := (*_NEEDS, "transformers"))  # before an export that may take minutes
-    checkpoint = _valid_checkpoint(found.run_id, checkpoints, step)
+    checkpoint = _valid_checkpoint(run_dir.run_id, checkpoints, step)
     dtype = "fp32" if spec.training.precision in ("fp32", "tf32") else "bf16"
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         output, request = Path(folder) / "model", Path(folder) / "request.json"
-        exported = _export(found, record, [checkpoint], output, dtype, *(["--averaged"] if averaged else []))
+        exported = _export(run_dir, record, [checkpoint], output, dtype, *(["--averaged"] if averaged else []))
         if exported["tokenizer"] is None:
             raise UsageError(Reason("engine.sample-without-tokenizer"))
         prompt = {"prompts": prompts, "system": system, "raw": raw, "variables": spec.data.chat_template_kwargs}
@@ -257,21 +259,21 @@ def _read(run: str | None) -> tuple[RunDir, RunRecord, Path, bool]:
     """Return a run, its record, the folder of its checkpoints, and whether this machine sees that folder."""
     from scaletrain_cli.rundir.record import checkpoint_folder, is_elsewhere, read_record
 
-    found = find_run_or_newest(run)
-    record = read_record(found)
-    folder = checkpoint_folder(found, record.spec)
-    return found, record, folder, folder.is_dir() or not is_elsewhere(found, record)
+    run_dir = find_run_or_newest(run)
+    record = read_record(run_dir)
+    folder = checkpoint_folder(run_dir, record.spec)
+    return run_dir, record, folder, folder.is_dir() or not is_elsewhere(run_dir, record)
 
 
 def _own_run(run: str, trust_owner: bool, action: str) -> tuple[RunDir, RunRecord, Path]:
     """Return a run, its record and the folder of its checkpoints. Raises UsageError if this machine does not see it."""
     from scaletrain_cli.rundir.record import require_own_run
 
-    found, record, folder, is_seen = _read(run)
+    run_dir, record, folder, is_seen = _read(run)
     if not is_seen:
         raise UsageError(Reason("runs.checkpoints-unseen", {"run": run, "folder": str(folder)}))
-    require_own_run(found, trust_owner=trust_owner, remedy=f"Ask that user to {action} it")
-    return found, record, folder
+    require_own_run(run_dir, trust_owner=trust_owner, remedy=f"Ask that user to {action} it")
+    return run_dir, record, folder
 
 
 def _export(
@@ -357,20 +359,20 @@ def prune(
     chosen, _, _ = _own_run(run, trust_owner, "prune")
     if not dry_run:
         require_changeable(chosen, f"checkpoints of {chosen.run_id} cannot be deleted")
-    with pruning(chosen, keep, keep_every, dry_run=dry_run) as found:
-        freed = sum(checkpoint.size_bytes for checkpoint in found.to_delete)
-        names = [checkpoint.path.name for checkpoint in found.to_delete]
+    with pruning(chosen, keep, keep_every, dry_run=dry_run) as pruned:
+        freed = sum(checkpoint.size_bytes for checkpoint in pruned.to_delete)
+        names = [checkpoint.path.name for checkpoint in pruned.to_delete]
         if names and not dry_run:
             confirm(f"Delete {counted(len(names), 'checkpoint')}, {bytes_text(freed)} ({', '.join(names)})?", yes)
-            for checkpoint in found.to_delete:
+            for checkpoint in pruned.to_delete:
                 delete_checkpoint(checkpoint.path)
     if as_json:
-        print_json({"deleted": names, "bytes": freed, "dry_run": dry_run, "newest_sound_step": found.newest.step})
+        print_json({"deleted": names, "bytes": freed, "dry_run": dry_run, "newest_sound_step": pruned.newest.step})
         return
     for name in names:
         typer.echo(visible(name))
     verb = "would be deleted" if dry_run else "deleted"
-    say(f"{counted(len(names), 'checkpoint')} {verb}, {bytes_text(freed)}; step {found.newest.step} is valid")
+    say(f"{counted(len(names), 'checkpoint')} {verb}, {bytes_text(freed)}; step {pruned.newest.step} is valid")
 
 
 def _add_base_problems(record: RunRecord, entries: list[Entry], problems: dict[str, list[str]]) -> None:
@@ -439,14 +441,14 @@ def _latest_valid_checkpoints(run_id: str, folder: Path, count: int) -> list[Che
     """Return the ``count`` latest valid checkpoints, oldest first. Raises ScaletrainError if there are fewer."""
     from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify_files
 
-    found: list[Checkpoint] = []
+    valid: list[Checkpoint] = []
     for checkpoint in reversed(list_checkpoints(folder)):
-        if len(found) < count and not verify_files(checkpoint):
-            found.append(checkpoint)
-    if len(found) < count:
-        steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found)) or "none"
+        if len(valid) < count and not verify_files(checkpoint):
+            valid.append(checkpoint)
+    if len(valid) < count:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(valid)) or "none"
         raise UsageError(
-            f"--last {count}: {run_id} has {len(found)} valid checkpoints (steps: {steps}). "
+            f"--last {count}: {run_id} has {len(valid)} valid checkpoints (steps: {steps}). "
             "Use a smaller number; checkpoint.keep sets how many a run keeps."
         )
-    return found[::-1]
+    return valid[::-1]

@@ -94,14 +94,14 @@ def _queue_preparation(spec: Path, overrides: Sequence[str], workers: int | None
     from scaletrain_cli.launch.preparation import queue_preparation
     from scaletrain_cli.spec import load_spec
 
-    found = queue_preparation(load_spec(spec, overrides), workers)
+    preparation = queue_preparation(load_spec(spec, overrides), workers)
     if as_json:
-        job = None if found is None else asdict(found[0]) | {"folder": str(found[1])}
-        print_json({"prepared": found is None, "job": job})
-    elif found is None:
+        job = None if preparation is None else asdict(preparation[0]) | {"folder": str(preparation[1])}
+        print_json({"prepared": preparation is None, "job": job})
+    elif preparation is None:
         say("the data are prepared")
     else:
-        queued, folder = found
+        queued, folder = preparation
         tasks = counted(queued.tasks, "task")
         if queued.others:
             say(f"queued {tasks} as job {queued.others}, and job {queued.job_id} after them")

@@ -17,8 +17,8 @@ def command(run: RunOrNewest = None, as_json: AsJson = False) -> None:
     from scaletrain_cli.diagnosis.checks import diagnose_run
     from scaletrain_cli.rundir.record import read_record
 
-    found = find_run_or_newest(run)
-    diagnosis = diagnose_run(found, read_record(found))
+    run_dir = find_run_or_newest(run)
+    diagnosis = diagnose_run(run_dir, read_record(run_dir))
     if as_json:
         print_json(diagnosis.to_json())
         return

@@ -86,16 +86,16 @@ def _plugins() -> Iterator[Check]:
     }
     for group, (built_in, load) in groups.items():
         for plugin in plugins(group).values():
-            found = f"{GROUPS[group]} of the package {listed(plugin.packages)}"
+            origin = f"{GROUPS[group]} of the package {listed(plugin.packages)}"
             if plugin.name in built_in:
                 advice = f"ignored, because a built-in {GROUPS[group]} has this name; rename the entry point"
-                yield Check(plugin.name, "warn", found, advice)
+                yield Check(plugin.name, "warn", origin, advice)
             elif load is not None:
                 try:
                     load(plugin.name)
-                    yield Check(plugin.name, "ok", found)
+                    yield Check(plugin.name, "ok", origin)
                 except PluginError as error:
-                    yield Check(plugin.name, "warn", found, str(error))
+                    yield Check(plugin.name, "warn", origin, str(error))
 
 
 def _packages() -> Iterator[Check]:
@@ -103,14 +103,14 @@ def _packages() -> Iterator[Check]:
     text = project_file("constraints.txt").read_text(encoding="utf-8")
     tested = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, flags=re.MULTILINE))
     for extra, (names, purpose) in _EXTRAS.items():
-        found, missing = [], []
+        present, missing = [], []
         hidden = [where for name in names if (where := _hidden_by(name)) is not None]
         for name in names:
             if (installed := _distribution(name)) is None:
                 missing.append(name)
             else:
-                found.append(f"{name} {installed.version}")
-        text = ", ".join([*found, *(f"no {name}" for name in missing)])
+                present.append(f"{name} {installed.version}")
+        text = ", ".join([*present, *(f"no {name}" for name in missing)])
         untested = [f"{name} {expected}" for name in names if (expected := _untested(name, tested))]
         if missing:
             yield Check(f"[{extra}]", "none", text, f"{purpose}: {install_command(extra)}")
@@ -142,11 +142,11 @@ def _hidden_by(name: str) -> str | None:
 
 def _untested(name: str, tested: dict[str, str]) -> str | None:
     """Return the tested version of an installed package where the installed one may behave differently, else None."""
-    if (found := _distribution(name)) is None:
+    if (distribution := _distribution(name)) is None:
         return None
     parts = _COMPARED_PARTS.get(name, 1)
-    expected = tested.get(name, found.version)
-    return expected if expected.split(".")[:parts] != found.version.split(".")[:parts] else None
+    expected = tested.get(name, distribution.version)
+    return expected if expected.split(".")[:parts] != distribution.version.split(".")[:parts] else None
 
 
 def _memory() -> Check:
@@ -179,8 +179,8 @@ def _gpus() -> Iterator[Check]:
     for gpu in health.gpus:
         memory = "unknown memory" if gpu.memory_bytes is None else binary_bytes_text(gpu.memory_bytes)
         problems = [*gpu_problems(NodeHealth(), [gpu], needed_bytes=0), *gpu_notes([gpu])]
-        found = f"{gpu.name}, {memory}, driver {health.driver}"
-        yield Check(f"gpu {gpu.index}", "warn" if problems else "ok", found, "; ".join(map(str, problems)))
+        summary = f"{gpu.name}, {memory}, driver {health.driver}"
+        yield Check(f"gpu {gpu.index}", "warn" if problems else "ok", summary, "; ".join(map(str, problems)))
     if health.trouble:
         yield Check("gpu", "warn", "the NVIDIA driver reports an error", health.trouble)
     elif not health.gpus and not health.note:
@@ -192,8 +192,8 @@ def _compilers() -> Iterator[Check]:
     advice = (
         f"DeepSpeed compiles its own kernels (offload) with {' and '.join(missing)}; install them" if missing else ""
     )
-    found = ", ".join(path for name in ("g++", "ninja") if (path := shutil.which(name))) or "neither g++ nor ninja"
-    yield Check("compiler", "none" if missing else "ok", found, advice)
+    paths = ", ".join(path for name in ("g++", "ninja") if (path := shutil.which(name))) or "neither g++ nor ninja"
+    yield Check("compiler", "none" if missing else "ok", paths, advice)
 
 
 def _runs_root(root: Path) -> Check:
@@ -201,19 +201,22 @@ def _runs_root(root: Path) -> Check:
     if not os.access(existing, os.W_OK):
         return Check("runs", "warn", str(root), "not writable; set $SCALETRAIN_RUNS to a folder shared by all nodes")
     usage, inodes = shutil.disk_usage(existing), os.statvfs(existing).f_favail
-    found = f"{root}, {bytes_text(usage.free)} free of {bytes_text(usage.total)}"
+    summary = f"{root}, {bytes_text(usage.free)} free of {bytes_text(usage.total)}"
     if usage.free < _FEW_BYTES:
         return Check(
-            "runs", "warn", found, "too little space for checkpoints; set $SCALETRAIN_RUNS to a folder on a larger disk"
+            "runs",
+            "warn",
+            summary,
+            "too little space for checkpoints; set $SCALETRAIN_RUNS to a folder on a larger disk",
         )
     if 0 < inodes < 100_000:
         return Check(
             "runs",
             "warn",
-            f"{found}, {inodes:,} free inodes",
+            f"{summary}, {inodes:,} free inodes",
             "too few inodes; set $SCALETRAIN_RUNS to a folder on another disk",
         )
-    return Check("runs", "ok", found)
+    return Check("runs", "ok", summary)
 
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -225,10 +228,10 @@ def command(as_json: AsJson = False) -> None:
     WARN marks a problem; a dash marks something that is missing and may not be needed.
     With --json: {"checks": [{"name", "state", "found", "advice"}]}; state is ok, warn or none.
     """
-    found = checks(runs_root())
+    findings = checks(runs_root())
     if as_json:
-        print_json({"checks": [vars(check) for check in found]})
+        print_json({"checks": [vars(check) for check in findings]})
         return
     from scaletrain_cli.ui.tables import show_checks
 
-    show_checks((check.name, check.state, check.found, check.advice) for check in found)
+    show_checks((check.name, check.state, check.found, check.advice) for check in findings)

@@ -101,11 +101,11 @@ def run_on_volume(words: Sequence[str], before: NowReachableError | None = None)
     if sent().run is not None or {"--help", "-h"} & set(own) or not _FIRST_WORDS & set(own):
         return None
     line = parsed(words)
-    if line.verb not in _VERBS or (found := _run_of(line)) is None:
+    if line.verb not in _VERBS or (run_and_record := _run_of(line)) is None:
         return None
 
     await_files(False)
-    run, record = found
+    run, record = run_and_record
     if line.verb == ("logs",) and _has_logs_here(run, line):
         return None
     return _show(run, record, line, before)
@@ -124,13 +124,13 @@ def _run_of(line: CommandLine) -> tuple[RunDir, RunRecord] | None:
         return None
     name = several[0] if several else line.params.get("run")
     try:
-        found = find_run_or_newest(None) if name is None else find_run_or_sweep(name)
-        if isinstance(found, Sweep):
+        run_dir = find_run_or_newest(None) if name is None else find_run_or_sweep(name)
+        if isinstance(run_dir, Sweep):
             return None
-        record = read_record(found)
+        record = read_record(run_dir)
     except UsageError:
         return None
-    return (found, record) if is_elsewhere(found, record) and has_views(record) else None
+    return (run_dir, record) if is_elsewhere(run_dir, record) and has_views(record) else None
 
 
 def _has_logs_here(run: RunDir, line: CommandLine) -> bool:

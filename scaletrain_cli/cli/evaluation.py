@@ -49,16 +49,16 @@ def submit(
         raise UsageError("--follow and --step cannot be combined. Give one of them.")
     if follow:
         signal.pthread_sigmask(signal.SIG_BLOCK, [LAST_LOOK_SIGNAL])
-    found = find_run(run)
-    require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to submit it")
-    require_tasks(found, read_record(found))
+    run_dir = find_run(run)
+    require_own_run(run_dir, trust_owner=trust_owner, remedy="Ask that user to submit it")
+    require_tasks(run_dir, read_record(run_dir))
     done: list[SubmittedEvaluation] = []
     submitted = (
-        follow_evaluations(found, _asked_for_last)
+        follow_evaluations(run_dir, _asked_for_last)
         if follow
-        else (submit_evaluation(found, step) for step in steps)
+        else (submit_evaluation(run_dir, step) for step in steps)
         if steps
-        else submit_due_evaluations(found)
+        else submit_due_evaluations(run_dir)
     )
     for one in submitted:
         done.append(one)
@@ -66,7 +66,7 @@ def submit(
             say(f"step {one.step}: job {one.job_id}")
             typer.echo(visible(one.run_id))
     if as_json:
-        print_json({"run_id": found.run_id, "evaluations": [asdict(one) for one in done]})
+        print_json({"run_id": run_dir.run_id, "evaluations": [asdict(one) for one in done]})
     elif not done:
         say("every checkpoint has an evaluation")
 
@@ -90,12 +90,12 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
     from scaletrain_cli.rundir.evaluations import read_evaluations, read_validations
     from scaletrain_cli.ui.checkpoints import show_evaluations, show_validations
 
-    found = find_run(run)
-    evaluations, validations = read_evaluations(found), read_validations(found)
+    run_dir = find_run(run)
+    evaluations, validations = read_evaluations(run_dir), read_validations(run_dir)
     if as_json:
         print_json(
             {
-                "run_id": found.run_id,
+                "run_id": run_dir.run_id,
                 "evaluations": [asdict(one) for one in evaluations],
                 "validations": [{"step": one.step, "time": one.time, "metrics": one.metrics} for one in validations],
             }
@@ -106,7 +106,7 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
     if validations:
         show_validations(validations)
     if not evaluations and not validations:
-        say(f"{found.run_id} has no evaluations")
+        say(f"{run_dir.run_id} has no evaluations")
 
 
 @app.command(epilog=describe(READING))
@@ -122,8 +122,8 @@ def show(
     from scaletrain_cli.rundir.evaluations import read_evaluations, read_validations, validation_path
     from scaletrain_cli.ui.checkpoints import show_evaluation, show_validation
 
-    found = find_run(run)
-    known, validated = read_evaluations(found), read_validations(found)
+    run_dir = find_run(run)
+    known, validated = read_evaluations(run_dir), read_validations(run_dir)
     if step is None:
         ended = [one.step for one in known if one.state in ("done", "failed")]
         step = max([*ended, *(one.step for one in validated)], default=known[-1].step if known else None)
@@ -132,14 +132,14 @@ def show(
     if evaluation is None and validation is None:
         steps = ", ".join(map(str, sorted({one.step for one in known} | {one.step for one in validated}))) or "none"
         which = "no evaluation" if step is None else f"no evaluation of step {step}"
-        raise UsageError(f"{found.run_id} has {which}. Available steps: {steps}.")
+        raise UsageError(f"{run_dir.run_id} has {which}. Available steps: {steps}.")
     if as_json:
         of_job = {} if evaluation is None else {**asdict(evaluation), "run": evaluation.run_id}
         of_training = None if validation is None else asdict(validation)
-        print_json({"step": step, **of_job, "validation": of_training, "run_id": found.run_id})
+        print_json({"step": step, **of_job, "validation": of_training, "run_id": run_dir.run_id})
         return
     if evaluation is not None:
         show_evaluation(evaluation)
     if validation is not None:
-        with reporting_damage(validation_path(found, validation.step)):
+        with reporting_damage(validation_path(run_dir, validation.step)):
             show_validation(validation)

@@ -30,16 +30,16 @@ def command(
     from scaletrain_cli.rundir.journal import read_events
     from scaletrain_cli.rundir.record import read_record
 
-    found = find_run_or_newest(run)
-    read_record(found)
+    run_dir = find_run_or_newest(run)
+    read_record(run_dir)
     if not follow:
-        events = read_events(found)
+        events = read_events(run_dir)
         if as_json:
-            print_json({"run_id": found.run_id, "events": events})
+            print_json({"run_id": run_dir.run_id, "events": events})
         elif events:
             show_events(events)
         else:
-            say(f"{found.run_id} has no events yet.")
+            say(f"{run_dir.run_id} has no events yet.")
         return
     from scaletrain_cli.launch.status import is_over, run_status
 
@@ -48,10 +48,10 @@ def command(
     while True:
         over = False
         if time.monotonic() - asked >= _ASK_EVERY_SECONDS or not asked:
-            status = run_status(found)
+            status = run_status(run_dir)
             switch_if_reachable(status, len(shown))
-            asked, over = time.monotonic(), is_over(found, status)
-        events = read_events(found)  # read after the state, so that the last events of an ended run are included
+            asked, over = time.monotonic(), is_over(run_dir, status)
+        events = read_events(run_dir)  # read after the state, so that the last events of an ended run are included
         new = _not_in(events, shown)
         if as_json:
             for event in new:
@@ -63,7 +63,7 @@ def command(
             break
         pause(_LOOK_EVERY_SECONDS)
     if as_json:
-        print_json({"run_id": found.run_id})
+        print_json({"run_id": run_dir.run_id})
 
 
 def _not_in(events: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

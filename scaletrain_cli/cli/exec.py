@@ -24,6 +24,6 @@ def command(
     """
     from scaletrain_cli.launch.node_session import node_of_run, run_on_node
 
-    found = find_run(run)
-    record, place = node_of_run(found, node, rank)
-    return run_on_node(found, record, place, words, rank=rank)
+    run_dir = find_run(run)
+    record, place = node_of_run(run_dir, node, rank)
+    return run_on_node(run_dir, record, place, words, rank=rank)

@@ -92,7 +92,7 @@ def command(
         {"tool": tool, "build": build_command(tool, image, file, place), "push": shlex.join([tool, "push", image.tag])}
         for tool in list(filter(shutil.which, TOOLS)) or TOOLS
     ]
-    found = tuple(notes(image))
+    about_image = tuple(notes(image))
     if as_json:
         answer: dict[str, object] = {
             "file": None if to_stdout else str(target),
@@ -100,12 +100,12 @@ def command(
             "context": str(source.folder),
         }
         answer |= {"base": image.base, "source": source.kind, "files": list(source.files), "cuda": source.cuda}
-        print_json(answer | {"commands": commands, "notes": [note.to_json() for note in found]})
+        print_json(answer | {"commands": commands, "notes": [note.to_json() for note in about_image]})
     elif to_stdout:
         typer.echo(document(text), nl=False)
     if not to_stdout:
         say(f"wrote {target}")
-    for note in found:
+    for note in about_image:
         say(str(note))
     where = "" if source.folder == Path() else f", in {source.folder}"
     suggest({one[kind]: f"{kind} it with {one['tool']}{where}" for one in commands for kind in ("build", "push")})

@@ -77,9 +77,11 @@ def command(
     shown = fitting[:limit] if limit else fitting
     left = len(fitting) - len(shown)
     # A run that was removed since it was listed has no row.
-    found = [(run, status) for run, status in zip(shown, run_statuses(shown), strict=True) if os.path.lexists(run.path)]
+    existing = [
+        (run, status) for run, status in zip(shown, run_statuses(shown), strict=True) if os.path.lexists(run.path)
+    ]
     if as_json:
-        rows = [_row(run, status) for run, status in found]
+        rows = [_row(run, status) for run, status in existing]
         print_json({"runs_root": str(runs_root()), "runs": rows, "not_shown": left})
         return
     if not runs and submitted:
@@ -87,12 +89,12 @@ def command(
         say(f"none of the {counted(len(submitted), 'run')} under {runs_root()} {' and '.join(chosen_by)}.")
     elif not runs:
         say(f"no runs under {runs_root()}. Run `scaletrain submit SPEC` to start one.")
-    elif not found:
+    elif not existing:
         say(f"none of the {counted(len(runs), 'run')} under {runs_root()} is {' or '.join(state or ())}.")
     else:
         from scaletrain_cli.ui.tables import show_runs
 
-        show_runs([(run, submitted[run], status, _eta_seconds(run, status)) for run, status in found])
+        show_runs([(run, submitted[run], status, _eta_seconds(run, status)) for run, status in existing])
         if left:
             say(f"{counted(left, 'older run')} not shown; --limit 0 shows all")
     name_clusters("list")

@@ -169,15 +169,15 @@ def about_run(words: Sequence[str]) -> int | None:
         ):
             return None
         return _at(newest, line, [shlex.quote(newest.run_id)])
-    found = [_place_of(name) for name in names]
-    places = {None if run is None else run.cluster for run in found}
+    runs = [_place_of(name) for name in names]
+    places = {None if run is None else run.cluster for run in runs}
     if places == {None}:
         return None
     if len(places) > 1:
         raise UsageError(Reason("login_node.several-places", {"runs": names}))
-    code = _at(next(run for run in found if run is not None), line)
+    code = _at(next(run for run in runs if run is not None), line)
     if line.verb == ("rm",) and code == ExitCode.DONE and not line.params.get("dry_run"):
-        for run in found:
+        for run in runs:
             if run is not None and run.run_id in names:
                 forget(run)
     return code
@@ -280,9 +280,9 @@ def _place_of(name: str) -> SentRun | None:
     here = [run.run_id for run in list_runs()]
     if os.path.isfile(os.path.join(name, "run.json")) or name in here:
         return None
-    found = find_sent_run(name)
-    is_id = found is not None and (found.run_id == name or found.sweep)
+    sent = find_sent_run(name)
+    is_id = sent is not None and (sent.run_id == name or sent.sweep)
     matches = [run_id for run_id in here if run_id.startswith(name)]
-    if found is None or is_id or not matches:
-        return found
-    raise UsageError(Reason("login_node.several-runs", {"name": name, "runs": [*matches, found.run_id]}))
+    if sent is None or is_id or not matches:
+        return sent
+    raise UsageError(Reason("login_node.several-runs", {"name": name, "runs": [*matches, sent.run_id]}))

@@ -66,15 +66,15 @@ def command(
         else:
             _print((line for line in lines if everything or is_for_people(line.text)), label=rank is None)
 
-    found = find_run_or_newest(run)
-    with fetched_logs(found, follow=follow) as trouble:
+    run_dir = find_run_or_newest(run)
+    with fetched_logs(run_dir, follow=follow) as trouble:
         if trouble:
             warn(f"{trouble} Showing the lines fetched before.")
-        files = log_files(found, attempt, rank)
+        files = log_files(run_dir, attempt, rank)
         if follow:
-            follower = LogFollower(found, rank, attempt, tail, everything=everything or as_json)
-            over = _is_over(found)
-            first = EarlyOutput(found, since=files)
+            follower = LogFollower(run_dir, rank, attempt, tail, everything=everything or as_json)
+            over = _is_over(run_dir)
+            first = EarlyOutput(run_dir, since=files)
             any_output = _show_early_output(first, as_json)
             show(follower.new_lines())
             while not over():
@@ -84,23 +84,23 @@ def command(
     if follow:
         any_output |= _show_early_output(first, as_json)
         show(follower.new_lines(to_the_end=True))
-        if not any_output and not log_files(found):
-            say(f"the run printed nothing. `scaletrain status {found.run_id}` shows how it ended.")
+        if not any_output and not log_files(run_dir):
+            say(f"the run printed nothing. `scaletrain status {run_dir.run_id}` shows how it ended.")
         if as_json:
-            print_json({"run_id": found.run_id})
+            print_json({"run_id": run_dir.run_id})
         return
-    words = early_output(found, since=files) if attempt is None else []
+    words = early_output(run_dir, since=files) if attempt is None else []
     if as_json:
         before = [{"pod": path.stem, "text": path.read_text(encoding="utf-8", errors="replace")} for path in words]
-        lines = [_line_json(line) for line in read_logs(found, attempt, rank, tail)]
-        print_json({"run_id": found.run_id, "lines": lines, "before_attempt": before})
+        lines = [_line_json(line) for line in read_logs(run_dir, attempt, rank, tail)]
+        print_json({"run_id": run_dir.run_id, "lines": lines, "before_attempt": before})
         return
-    _print(read_logs(found, attempt, rank, tail, everything=everything), label=len(files) > 1)
+    _print(read_logs(run_dir, attempt, rank, tail, everything=everything), label=len(files) > 1)
     for path in words:
         say(f"{path.stem}, before the attempt started:")
         typer.echo(visible(path.read_text(encoding="utf-8", errors="replace")), nl=False)
     if not files and not words:
-        say(f"no output yet. `scaletrain status {found.run_id}` shows the state of the run.")
+        say(f"no output yet. `scaletrain status {run_dir.run_id}` shows the state of the run.")
 
 
 def _show_early_output(words: EarlyOutput, as_json: bool) -> bool:

@@ -46,16 +46,16 @@ def try_receivers(
     named = Origin(origin, spec.name, "", tuple(spec.secret_env))
     now, text = time.time(), "a test of the receivers of this run"
     notice = Notice(f"test-{now:.3f}", "test", "note", text, now, {"event": "test", "time": now})
-    found = [(each, deliver(notice, each, named, environment)) for each in spec.notify]
+    deliveries = [(each, deliver(notice, each, named, environment)) for each in spec.notify]
     if as_json:
         answers = [
-            {"receiver": each.name, "accepted": not sent.problem, "problem": sent.problem} for each, sent in found
+            {"receiver": each.name, "accepted": not sent.problem, "problem": sent.problem} for each, sent in deliveries
         ]
         print_json({"receivers": answers})
     else:
-        for each, sent in found:
+        for each, sent in deliveries:
             typer.echo(visible(f"{each.name}: {sent.problem or 'accepted'}"))
-    if any(sent.problem for _, sent in found):
+    if any(sent.problem for _, sent in deliveries):
         raise typer.Exit(ExitCode.CRASHED)
 
 
@@ -87,8 +87,8 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
     from scaletrain_cli.notify.notifier import read_receivers
     from scaletrain_cli.rundir.record import read_record
 
-    found = find_run(run)
-    spec, known = read_record(found).spec, read_receivers(found)
+    run_dir = find_run(run)
+    spec, known = read_record(run_dir).spec, read_receivers(run_dir)
     rows = [
         {
             "receiver": each.name,
@@ -101,10 +101,10 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
         for state in (known.get(each.name, Receiver()),)
     ]
     if as_json:
-        print_json({"run_id": found.run_id, "receivers": rows})
+        print_json({"run_id": run_dir.run_id, "receivers": rows})
         return
     if not rows:
-        say(f"{found.run_id} has no receivers")
+        say(f"{run_dir.run_id} has no receivers")
     for row in rows:
         problem = f"; the last one was not accepted: {row['problem']}" if row["problem"] else ""
         counts = f"{row['sent']} sent, {row['waiting']} waiting, {row['given_up']} given up"
@@ -121,13 +121,13 @@ def send(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = False)
     from scaletrain_cli.launch.recover import record_lost_end
     from scaletrain_cli.notify.notifier import Notifier, read_receivers
 
-    found, record, environment = _own_run(run, trust_owner)
-    record_lost_end(found)
-    Notifier(found, record, environment).work(_SEND_SECONDS, is_living=False)
+    run_dir, record, environment = _own_run(run, trust_owner)
+    record_lost_end(run_dir)
+    Notifier(run_dir, record, environment).work(_SEND_SECONDS, is_living=False)
     names = {each.name for each in record.spec.notify}
-    left = {name: each for name, each in read_receivers(found).items() if name in names and each.pending}
+    left = {name: each for name, each in read_receivers(run_dir).items() if name in names and each.pending}
     if as_json:
-        print_json({"run_id": found.run_id, "waiting": {name: len(each.pending) for name, each in left.items()}})
+        print_json({"run_id": run_dir.run_id, "waiting": {name: len(each.pending) for name, each in left.items()}})
     else:
         for name, each in left.items():
             typer.echo(visible(f"{name}: {len(each.pending)} waiting; {each.problem}"))

@@ -89,8 +89,8 @@ _all_settings = completer(_settings)
 
 def complete_setting(incomplete: str) -> list[str]:
     """Return keys that begin with the prefix, or the values of a key after ``key=``."""
-    found = _all_settings(incomplete)
-    return found if "=" in incomplete else [setting for setting in found if setting.endswith("=")]
+    settings = _all_settings(incomplete)
+    return settings if "=" in incomplete else [setting for setting in settings if setting.endswith("=")]
 
 
 def load_varied(

@@ -179,18 +179,18 @@ def command(
         run, prices = with_live_prices(run)
         for key, quote in prices.items():
             say(f"{_MARKETS[key]}: {dollars_text(quote.usd)} per GPU and hour, {quote.source}")
-    found = _ask(run, limits, explain, recorded, measurements, as_json=as_json)
-    if calibrate and not uncalibrated and found.plan.calibration is None:
+    answer = _ask(run, limits, explain, recorded, measurements, as_json=as_json)
+    if calibrate and not uncalibrated and answer.plan.calibration is None:
         say(_DOES_NOT_APPLY)
     data = summarize_data(run)
     if as_json:
         in_data = {"data": None if data is None else data.to_json()}
-        print_json(found.to_json() | in_data | {"epochs": None if epochs is None else epochs.to_json()})
+        print_json(answer.to_json() | in_data | {"epochs": None if epochs is None else epochs.to_json()})
     else:
         from scaletrain_cli.ui.plan import show_data
         from scaletrain_cli.ui.plan_answer import show_answer
 
-        show_answer(found, everything=everything)
+        show_answer(answer, everything=everything)
         if data is not None:
             show_data(data)
     if plot is not None:
@@ -198,14 +198,14 @@ def command(
         from scaletrain_cli.plan.speed.pipeline import plan_timeline
         from scaletrain_cli.ui.plan_figure import write_plot
 
-        scaling = scaling_curve(found.spec) if found.plan.memory.fits else ()
-        write_plot(plot, found, plan_timeline(found.plan), scaling)
+        scaling = scaling_curve(answer.spec) if answer.plan.memory.fits else ()
+        write_plot(plot, answer, plan_timeline(answer.plan), scaling)
         say(f"wrote {plot}")
-    if found.infeasible is not None:
-        problems = found.infeasible.problems
+    if answer.infeasible is not None:
+        problems = answer.infeasible.problems
         if not as_json:
             problems = tuple(problem for problem in problems if problem.where not in _SHOWN)
-        raise InfeasibleError(found.infeasible.message, problems)
+        raise InfeasibleError(answer.infeasible.message, problems)
     if data is not None and data.wrong:
         raise UsageError(Reason("checks.spec-unusable", {"problems": len(data.wrong)}), data.wrong)
     if data is not None and data.infeasible is not None:

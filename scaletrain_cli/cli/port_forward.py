@@ -46,14 +46,14 @@ def command(
     from scaletrain_cli.launch.node_session import ADDRESS, become, command_on_node, node_of_run, port_pair
 
     pairs = [port_pair(text) for text in ports]
-    found = find_run(run)
-    record, place = node_of_run(found, node)
-    connect = partial(command_on_node, found, record, place)
+    run_dir = find_run(run)
+    record, place = node_of_run(run_dir, node)
+    connect = partial(command_on_node, run_dir, record, place)
     if streams:  # a machine that reached this one by ssh has the ports, and speaks with the node through this process
         become(connect())
     here = [pair for pair in pairs if record.spec.cluster.traits.runs_here and pair.local == pair.remote]
     for pair in here:
-        say(f"{found.run_id} runs on this machine: its port {pair.remote} is at {ADDRESS}:{pair.remote} already")
+        say(f"{run_dir.run_id} runs on this machine: its port {pair.remote} is at {ADDRESS}:{pair.remote} already")
     away = [pair for pair in pairs if pair not in here]
     if away:
         forward(connect, place.name, away)

@@ -42,11 +42,11 @@ def command(
     where = f"{run_spec.cluster.nodes} x {run_spec.cluster.gpus_per_node} on {run_spec.cluster.scheduler}"
     confirm(f"Submit a job that takes one to two minutes, {where}?", yes)
     with StatusLine() as line:
-        found = run_preflight(run_spec, plan, scheduler, seconds, line.update)
+        report = run_preflight(run_spec, plan, scheduler, seconds, line.update)
     if as_json:
-        print_json(found.to_json())
+        print_json(report.to_json())
     else:
         from scaletrain_cli.ui.short_jobs import show_preflight
 
-        show_preflight(found)
-    raise typer.Exit(found.exit_code)
+        show_preflight(report)
+    raise typer.Exit(report.exit_code)

@@ -46,27 +46,27 @@ def command(
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.ui.profile import show_profile
 
-    found = find_run(run)
+    run_dir = find_run(run)
     if show:
-        summary = newest_profile(found)
+        summary = newest_profile(run_dir)
     else:
         try:
             request = ProfileRequest(secrets.token_hex(8), step, steps, _ranks(ranks), memory, stacks, nvtx)
         except ValueError as error:
             raise UsageError(f"{error}.") from error
         seconds = seconds_of("--timeout", timeout)
-        if (later := request_profile(found, read_record(found), request)) is not None:
+        if (later := request_profile(run_dir, read_record(run_dir), request)) is not None:
             say(str(later))
         if not wait:
-            say(f"requested; `scaletrain profile {found.run_id} --show` shows the profile once it is there")
+            say(f"requested; `scaletrain profile {run_dir.run_id} --show` shows the profile once it is there")
             if as_json:
                 print_json({"request": request.id})
             return
-        summary = await_profile(found, request, seconds, lambda _, first: say(f"profiling from step {first:,} on"))
+        summary = await_profile(run_dir, request, seconds, lambda _, first: say(f"profiling from step {first:,} on"))
     if as_json:
         print_json(summary)
         return
-    show_profile(found, summary)
+    show_profile(run_dir, summary)
 
 
 _MOST_DIGITS = 9
@@ -74,7 +74,7 @@ _MOST_DIGITS = 9
 
 def _ranks(text: str) -> tuple[int, ...]:
     """Return the ranks in a list such as ``0,8-11``. Raises UsageError."""
-    found: list[int] = []
+    ranks: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isascii() and first.isdigit()) or (dash and not (last.isascii() and last.isdigit())):
@@ -83,5 +83,5 @@ def _ranks(text: str) -> tuple[int, ...]:
             raise UsageError(f"--ranks {text[:40]}: too many ranks.")
         if dash and int(last) < int(first):
             raise UsageError(f"--ranks {text}: {part.strip()} ends before it begins. Write it as {last}-{first}.")
-        found += range(int(first), int(last if dash else first) + 1)
-    return tuple(sorted(set(found)))
+        ranks += range(int(first), int(last if dash else first) + 1)
+    return tuple(sorted(set(ranks)))

@@ -58,7 +58,7 @@ def command(
             chosen = []
         for run in chosen if runs else ():
             require_own_run(run, trust_owner=False, remedy="Let its owner run this command")
-        done = recover_runs(chosen, (lambda found: None) if as_json else _show)
+        done = recover_runs(chosen, (lambda recovery: None) if as_json else _show)
         if as_json:
             print_json(done.to_json())
         else:
@@ -69,19 +69,20 @@ def command(
         pause(seconds)
     if done.errors:
         raise typer.Exit(int(next(iter(done.errors.values())).exit_code))
-    if any(found.state == "refused" for found in done.found):
+    if any(recovery.state == "refused" for recovery in done.found):
         raise typer.Exit(int(ExitCode.CRASHED))
 
 
-def _show(found: Recovery) -> None:
-    name, number = found.run.run_id, f"{found.number} of {found.allowed}"
-    if found.state == "resumed":
-        say(f"{name}: resume {number} as job {found.job_id}; {found.why}")
+def _show(recovery: Recovery) -> None:
+    name, number = recovery.run.run_id, f"{recovery.number} of {recovery.allowed}"
+    if recovery.state == "resumed":
+        say(f"{name}: resume {number} as job {recovery.job_id}; {recovery.why}")
         typer.echo(visible(name))
-    elif found.state == "waiting":
-        left = max(0.0, (found.after or 0.0) - time.time())
-        say(f"{name}: resume {number} follows in {seconds_text(left)}; {found.why}")
-    elif found.state == "used-up":
-        say(f"{name}: restarts.lost = {found.allowed} is used up; `scaletrain resume {name}` continues it; {found.why}")
+    elif recovery.state == "waiting":
+        left = max(0.0, (recovery.after or 0.0) - time.time())
+        say(f"{name}: resume {number} follows in {seconds_text(left)}; {recovery.why}")
+    elif recovery.state == "used-up":
+        used_up = f"restarts.lost = {recovery.allowed} is used up"
+        say(f"{name}: {used_up}; `scaletrain resume {name}` continues it; {recovery.why}")
     else:
-        warn(f"{name} is lost and cannot be resumed: {found.why}")
+        warn(f"{name} is lost and cannot be resumed: {recovery.why}")

@@ -115,12 +115,12 @@ def command(
         moved = _move(run, from_mirror, cluster, given, take_over, dry_run=dry_run, yes=yes, as_json=as_json)
         if moved is None:
             return
-        found, yes = moved, True
+        to_resume, yes = moved, True
     else:
-        found = find_run(run)
-    given = _on_cluster(found.directory, cluster, given)
+        to_resume = find_run(run)
+    given = _on_cluster(to_resume.directory, cluster, given)
     prepared = prepare_resume(
-        found,
+        to_resume,
         given,
         from_scratch=from_scratch,
         new_code=new_code,
@@ -130,13 +130,13 @@ def command(
     )
     report, resize = prepared.report, prepared.resize
     if not as_json:
-        show_resume(found.run_id, report, resize)
+        show_resume(to_resume.run_id, report, resize)
         if resize is not None:
             show_resize(resize)
     not_checked = prepared.require_possible()
     job = prepared.render()
     changed = prepared.changes(job)
-    details = resume_json(found.directory, report, resize) | {"changes_since_sent": changed}
+    details = resume_json(to_resume.directory, report, resize) | {"changes_since_sent": changed}
     if dry_run:
         if as_json:
             print_json(details | {"would_send": job.whole_text})
@@ -149,14 +149,14 @@ def command(
         warn(sentences(warning))
     if not as_json:  # a change that is not part of the job text is in the table above
         show_before_resuming(summary, changed or None if resize is not None and resize.changes else changed)
-    options.confirm(f"Resume {found.run_id}?", yes)
+    options.confirm(f"Resume {to_resume.run_id}?", yes)
     done = prepared.submit(options.as_choice(prepare), say)
     if as_json:
         print_json(details | summary.to_json() | {"scheduler": done.scheduler, "job_id": done.job_id})
         return
-    say(f"resumed: job {done.job_id} in {found.path}")
-    suggest(useful_commands(found.run_id))
-    typer.echo(visible(found.run_id))
+    say(f"resumed: job {done.job_id} in {to_resume.path}")
+    suggest(useful_commands(to_resume.run_id))
+    typer.echo(visible(to_resume.run_id))
 
 
 def _on_cluster(run: RunDir, cluster: str | None, overrides: list[str]) -> list[str]:
@@ -217,16 +217,16 @@ def _move(
     from scaletrain_cli.launch.resume_elsewhere import find_to_move, move_here
     from scaletrain_cli.ui.live import BytesLine
 
-    found = find_to_move(mirror, run, take_over=take_over)
-    step, owner = found.folders[0].step if found.folders else None, found.owner
-    ago = seconds_text(max(0.0, time.time() - found.activity.time))
-    state = "ended" if found.activity.released else "last active"
-    say(f"{found.place} has {run} up to step {step}, of {owner.run_dir} on {owner.host}, {state} {ago} ago")
+    mirrored = find_to_move(mirror, run, take_over=take_over)
+    step, owner = mirrored.folders[0].step if mirrored.folders else None, mirrored.owner
+    ago = seconds_text(max(0.0, time.time() - mirrored.activity.time))
+    state = "ended" if mirrored.activity.released else "last active"
+    say(f"{mirrored.place} has {run} up to step {step}, of {owner.run_dir} on {owner.host}, {state} {ago} ago")
     if dry_run:
         if as_json:
             place = {"host": owner.host, "run_dir": owner.run_dir, "generation": owner.generation}
-            active = {"last_active": found.activity.time, "released": found.activity.released}
-            print_json({"run_id": run, "mirror": found.place, "step": step, "owner": place, **active})
+            active = {"last_active": mirrored.activity.time, "released": mirrored.activity.released}
+            print_json({"run_id": run, "mirror": mirrored.place, "step": step, "owner": place, **active})
         return None
     options.confirm("Move it here and resume?", yes)
 
@@ -237,7 +237,7 @@ def _move(
 
     with BytesLine() as line:
         line.begin("checkpoint")
-        moved = move_here(found, check=check, on_bytes=line.show)
+        moved = move_here(mirrored, check=check, on_bytes=line.show)
     for problem in moved.passed_over:
         warn(f"passed over a checkpoint of the mirror: {problem}")
     for note in moved.notes:

@@ -39,25 +39,25 @@ def command(
     """
     from scaletrain_cli.launch.remove import plan_removal, remove, remove_leftovers
 
-    found = [plan_removal(run, with_checkpoints=checkpoints) for run in find_runs(runs)]
-    for one in found:
+    removals = [plan_removal(run, with_checkpoints=checkpoints) for run in find_runs(runs)]
+    for one in removals:
         step = "no checkpoint" if one.newest_checkpoint is None else f"newest checkpoint step {one.newest_checkpoint}"
         say(f"{one.run_id}: {one.state}, {step}, {bytes_text(one.bytes)}")
         if one.checkpoints is not None and not checkpoints:
             warn(
                 f"checkpoints in {one.checkpoints} are kept ({bytes_text(one.kept_bytes)}); --checkpoints deletes them"
             )
-    total = sum(one.bytes for one in found)
+    total = sum(one.bytes for one in removals)
     if dry_run:
-        _answer(as_json, found, dry_run=True)
-        say(f"{counted(len(found), 'run')} would be deleted, {bytes_text(total)}")
+        _answer(as_json, removals, dry_run=True)
+        say(f"{counted(len(removals), 'run')} would be deleted, {bytes_text(total)}")
         return
     if not yes and not can_ask():
         raise UsageError("cannot ask for confirmation without a terminal.", remedy="Add --yes to delete the runs.")
-    confirm(f"Delete {counted(len(found), 'run')}, {bytes_text(total)}? This cannot be undone.", yes)
+    confirm(f"Delete {counted(len(removals), 'run')}, {bytes_text(total)}? This cannot be undone.", yes)
     done: list[Removal] = []
     failed: list[tuple[str, ScaletrainError]] = []
-    for one in found:
+    for one in removals:
         try:
             objects = remove(one, with_checkpoints=checkpoints)
         except ScaletrainError as error:
@@ -79,9 +79,9 @@ def command(
         raise worst
 
 
-def _answer(as_json: bool, found: list[Removal], *, dry_run: bool) -> None:
+def _answer(as_json: bool, removals: list[Removal], *, dry_run: bool) -> None:
     if not as_json:
-        for one in found:
+        for one in removals:
             typer.echo(visible(one.run_id))
         return
     rows: list[dict[str, Any]] = [
@@ -93,6 +93,6 @@ def _answer(as_json: bool, found: list[Removal], *, dry_run: bool) -> None:
             "newest_checkpoint_step": one.newest_checkpoint,
             "checkpoints_left": None if one.checkpoints is None or not one.kept_bytes else str(one.checkpoints),
         }
-        for one in found
+        for one in removals
     ]
     print_json({"dry_run": dry_run, "deleted": rows})

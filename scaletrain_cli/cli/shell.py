@@ -32,9 +32,9 @@ def command(
     """
     from scaletrain_cli.launch.node_session import node_of_run, open_shell
 
-    found = find_run(run)
+    run_dir = find_run(run)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError(Reason("launch.session-no-terminal", {"run": found.run_id}))
-    record, place = node_of_run(found, node, rank)
-    say(f"on {place.name} of {found.run_id}; `exit` or Ctrl-D ends the shell")
-    return open_shell(found, record, place, words or (), rank=rank)
+        raise UsageError(Reason("launch.session-no-terminal", {"run": run_dir.run_id}))
+    record, place = node_of_run(run_dir, node, rank)
+    say(f"on {place.name} of {run_dir.run_id}; `exit` or Ctrl-D ends the shell")
+    return open_shell(run_dir, record, place, words or (), rank=rank)

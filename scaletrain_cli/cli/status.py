@@ -82,16 +82,16 @@ def command(
     from scaletrain_cli.launch.status import run_status
     from scaletrain_cli.launch.view import read_view
 
-    found = find_run_or_newest(None) if run is None else find_run_or_sweep(run)
-    if isinstance(found, Sweep):
+    subject = find_run_or_newest(None) if run is None else find_run_or_sweep(run)
+    if isinstance(subject, Sweep):
         if resume:
             raise UsageError("--resume is for one run. Use `scaletrain recover SWEEP --every 5m`.")
-        raise typer.Exit(_show_sweep(found, None if wait is None else seconds_of("--wait", wait), as_json))
+        raise typer.Exit(_show_sweep(subject, None if wait is None else seconds_of("--wait", wait), as_json))
     if wait is None:
-        status, code = run_status(found), int(ExitCode.DONE)
+        status, code = run_status(subject), int(ExitCode.DONE)
     else:
-        status, code = wait_for_end(found, seconds_of("--wait", wait), resume=resume)
-    view = read_view(found, status)
+        status, code = wait_for_end(subject, seconds_of("--wait", wait), resume=resume)
+    view = read_view(subject, status)
     if as_json:
         print_json(view.to_json() | {"attempts": [dataclasses.asdict(attempt) for attempt in view.attempts]})
     else:
@@ -145,10 +145,10 @@ def _goes_on(run: RunDir) -> bool:
     from scaletrain_cli.launch.recover import recover
 
     try:
-        found = recover(run)
+        recovery = recover(run)
     except SchedulerError:  # asked again
         return True
-    return found is not None and found.state in ("resumed", "waiting")
+    return recovery is not None and recovery.state in ("resumed", "waiting")
 
 
 _POLL_SECONDS_PER_RUN = 0.2  # of a large sweep: each run is one query to the controller

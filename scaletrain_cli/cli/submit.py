@@ -193,15 +193,15 @@ def _rehearse(run_spec: RunSpec, file: Path, *, yes: bool, as_json: bool) -> Reh
     from scaletrain_cli.launch.short_jobs import chosen_items
 
     options = Options(chosen_items((), ()), DEFAULT_BUDGET_SECONDS)
-    found = rehearse(run_spec, file, options, None, DEFAULT_TIMEOUT_SECONDS, yes=yes)
+    rehearsed = rehearse(run_spec, file, options, None, DEFAULT_TIMEOUT_SECONDS, yes=yes)
     if not as_json:
         from scaletrain_cli.ui.short_jobs import show_rehearsal
 
-        show_rehearsal(found)
-    if found.exit_code != ExitCode.DONE:
-        failed = [item.name for item in found.rehearsal.items if item.verdict == "failed"]
-        raise InfeasibleError(Reason("rehearsal.not-submitted", {"failed": failed, "run": str(found.run.path)}))
-    return found
+        show_rehearsal(rehearsed)
+    if rehearsed.exit_code != ExitCode.DONE:
+        failed = [item.name for item in rehearsed.rehearsal.items if item.verdict == "failed"]
+        raise InfeasibleError(Reason("rehearsal.not-submitted", {"failed": failed, "run": str(rehearsed.run.path)}))
+    return rehearsed
 
 
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:
@@ -377,7 +377,7 @@ def _plan_points(
     from scaletrain_cli.launch.submit import new_run_id, plan_run
     from scaletrain_cli.launch.sweep import Point, point_ids
 
-    found: list[Point] = []
+    points: list[Point] = []
     sizes: dict[str, dict[str, DataSize]] = {}
     for varied in variants:
         try:
@@ -389,11 +389,11 @@ def _plan_points(
                 one, how = in_counted_steps(one, sizes[data], spec)
                 say(f"{', '.join(varied)}: {how}")
             planned, backend = plan_run(one, spec), backend_for(one.cluster.scheduler)
-            found.append(Point(planned.spec, planned.plan, backend, sizes=planned.sizes, epochs=how, overrides=varied))
+            points.append(Point(planned.spec, planned.plan, backend, sizes=planned.sizes, epochs=how, overrides=varied))
         except (SpecError, InfeasibleError) as error:
             error.message = f"{', '.join(varied)}: {error.message}"
             raise
-    sweep = run_id if run_id is not None else new_run_id(found[0].spec.name, time.time())
-    code = {section: take_snapshot(spec) for section, spec in {one.spec.code: one.spec for one in found}.items()}
-    named = zip(point_ids(sweep, variants), found, strict=True)
+    sweep = run_id if run_id is not None else new_run_id(points[0].spec.name, time.time())
+    code = {section: take_snapshot(spec) for section, spec in {one.spec.code: one.spec for one in points}.items()}
+    named = zip(point_ids(sweep, variants), points, strict=True)
     return sweep, [replace(one, run_id=name, snapshot=code[one.spec.code]) for name, one in named]

@@ -49,23 +49,23 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
         if as_json:
             print_json({"valid": False, "problems": [problem.to_json() for problem in error.problems], "spec": None})
         raise
-    found, notes = check_external(run), (*about_config_keys(run), *uncounted)
+    checked, notes = check_external(run), (*about_config_keys(run), *uncounted)
     if as_json:
         details = {
-            "missing": [problem.to_json() for problem in found.problems],
-            "not_checked": [sentences(warning) for warning in found.warnings],
-            "not_checked_reasons": [warning.to_document() for warning in found.warnings],
+            "missing": [problem.to_json() for problem in checked.problems],
+            "not_checked": [sentences(warning) for warning in checked.warnings],
+            "not_checked_reasons": [warning.to_document() for warning in checked.warnings],
             "notes": [note.to_json() for note in notes],
             "epochs": None if epochs is None else epochs.to_json(),
         }
         spec_document = given.model_dump(mode="json", by_alias=True)
-        print_json({"valid": not found.problems, "problems": [], "spec": spec_document} | details)
+        print_json({"valid": not checked.problems, "problems": [], "spec": spec_document} | details)
     else:
         from scaletrain_cli.ui.spec import show_summary
 
         shown = given if uncounted else run
-        show_summary(shown, STDIN if str(spec) == "-" else str(spec), usable=not found.problems, epochs=epochs)
-        for warning in (*notes, *found.warnings):
+        show_summary(shown, STDIN if str(spec) == "-" else str(spec), usable=not checked.problems, epochs=epochs)
+        for warning in (*notes, *checked.warnings):
             warn(sentences(warning))
-    if found.problems:  # submit would reject the spec
-        raise UsageError(Reason("checks.spec-unusable", {"problems": len(found.problems)}), found.problems)
+    if checked.problems:  # submit would reject the spec
+        raise UsageError(Reason("checks.spec-unusable", {"problems": len(checked.problems)}), checked.problems)

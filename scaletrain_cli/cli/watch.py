@@ -34,11 +34,11 @@ def command(
     """
     from scaletrain_cli.ui.watch.terminal import is_capable
 
-    found = find_run_or_newest(run)
+    run_dir = find_run_or_newest(run)
     if once:
         from scaletrain_cli.launch.view import read_view
 
-        view = read_view(found)
+        view = read_view(run_dir)
         if as_json:
             print_json(_document(view))
         else:
@@ -49,10 +49,10 @@ def command(
         from scaletrain_cli.launch.view import Reading
         from scaletrain_cli.ui.watch.screen import DRAW_SECONDS, watch_screen
 
-        with Reading(found, DRAW_SECONDS) as reading:
+        with Reading(run_dir, DRAW_SECONDS) as reading:
             watch_screen(reading, lambda view: switch_if_reachable(view.status))
     else:
-        _follow(found, as_json)
+        _follow(run_dir, as_json)
 
 
 def _follow(run: RunDir, as_json: bool) -> None:

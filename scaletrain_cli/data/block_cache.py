@@ -150,8 +150,8 @@ class BlockCache:
                     os.unlink(entry.path)
                     continue
                 with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat()
-                    yield found.st_mtime, found.st_size, entry.path
+                    status = entry.stat()
+                    yield status.st_mtime, status.st_size, entry.path
 
 
 def _write(path: Path, content: bytes) -> None:

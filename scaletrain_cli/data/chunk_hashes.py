@@ -117,18 +117,18 @@ def read_hashes(path: Path, size: int) -> bytes:
     except OSError as error:
         raise CorruptDataError(hashes_path(path), str(error.strerror)) from error
     if len(hashes) != chunks * DIGEST_BYTES:
-        found = "fewer" if len(hashes) < chunks * DIGEST_BYTES else "more"
+        comparison = "fewer" if len(hashes) < chunks * DIGEST_BYTES else "more"
         raise CorruptDataError(
-            hashes_path(path), f"{found} than {chunks * DIGEST_BYTES} bytes for the {chunks} chunks of {path.name}"
+            hashes_path(path), f"{comparison} than {chunks * DIGEST_BYTES} bytes for the {chunks} chunks of {path.name}"
         )
     return hashes
 
 
 def compare_chunk(path: Path | str, hashes: bytes, chunk: int, content: bytes | memoryview) -> None:
     """Raise CorruptDataError if ``content``, the whole chunk with this number, differs from its hash."""
-    found = _new_hash()
-    found.update(content)
-    if found.digest() != hashes[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
+    digest = _new_hash()
+    digest.update(content)
+    if digest.digest() != hashes[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
         start = chunk * CHUNK_BYTES
         stop = start + len(content)
         what = f"chunk {chunk} (bytes {start} to {stop}) has changed since it was prepared"

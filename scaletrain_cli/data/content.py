@@ -44,7 +44,7 @@ def known_hashes(
     known = _read_note(note)
     if not known and os.geteuid() == 0:  # as in a container, whose submitter has read the files
         notes = map(_read_note, sorted(folder.glob(f".content-*-{name}.json")))
-        known = {path: found for each in notes for path, found in each.items()}
+        known = {path: digest for each in notes for path, digest in each.items()}
     local = [file for file in files if not file.etag]
     missing = [file for file in local if known.get(file.path, ("", ""))[0] != file.state]
     if missing:
@@ -72,8 +72,8 @@ def combined_content(files: Sequence[SourceFile], hashes: Mapping[str, str]) -> 
 def _read_note(path: Path) -> dict[str, tuple[str, str]]:
     """Return (state, hash) of files by path. A note of another user is not trusted, unless this user is root."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        found = path.lstat()
-        if stat.S_ISREG(found.st_mode) and os.geteuid() in (0, found.st_uid):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and os.geteuid() in (0, status.st_uid):
             return {
                 name: (str(state), str(digest))
                 for name, (state, digest) in json.loads(path.read_text(encoding="utf-8")).items()
@@ -92,14 +92,14 @@ class FileRange(NamedTuple):
 
 def ranges_of(file: SourceFile) -> list[FileRange]:
     """Return the ranges of a local file that are hashed apart; they depend on its size alone. Raises OSError."""
-    found = []
+    ranges = []
     paths = paths_of(file)
     for path in paths:
         size = file.size if len(paths) == 1 else path.stat().st_size
         step = size if size <= _WHOLE_BYTES else _RANGE_BYTES
         starts = range(0, size, step) if size else (0,)
-        found += [FileRange(file, path, start, min(size, start + step)) for start in starts]
-    return found
+        ranges += [FileRange(file, path, start, min(size, start + step)) for start in starts]
+    return ranges
 
 
 def hash_range(given: FileRange) -> str:

@@ -77,7 +77,7 @@ def source_sizes(
     """
     prepared = _prepared(data, runs_root, folder)
     tokenizer = _Tokenizer(data, folder)
-    found = {}
+    sizes = {}
     for section, (key, path) in zip(data.all_sources, data.paths(), strict=True):
         dataset = prepared.get(section.name) or folder / expand_home(path)
         try:
@@ -100,8 +100,8 @@ def source_sizes(
         except (ScaletrainError, OSError, ValueError):
             continue  # the checks before a run state what is wrong
         if size is not None:
-            found[section.name] = size
-    return found
+            sizes[section.name] = size
+    return sizes
 
 
 def preparation_seconds(spec: RunSpec, runs_root: Path, folder: Path = Path(), workers: int = 0) -> float | None:

@@ -84,14 +84,14 @@ def prepare_data(
     cannot be used, other ScaletrainErrors, and OSError.
     """
     forget_steps()
-    if (found := find_prepared(data, runs_root, folder, known)) is not None:
-        return found
+    if (prepared := find_prepared(data, runs_root, folder, known)) is not None:
+        return prepared
     _require_readable(data, folder, known or {})
     with _reading(runs_root, workers, progress, failure) as read:
         sources = _sources(data, runs_root, folder, read, known)
     assert sources is not None
-    if (found := _datasets(data, sources, runs_root, folder)) is not None:
-        return found
+    if (prepared := _datasets(data, sources, runs_root, folder)) is not None:
+        return prepared
     datasets = make_datasets_folder(runs_root)
     try:
         preparation = _preparation(data, sources, runs_root, folder, workers)
@@ -140,20 +140,20 @@ def _sources(
     data: DataSpec, runs_root: Path, folder: Path, read: ReadHashes | None, known: Mapping[str, Path] | None = None
 ) -> list[_Found] | None:
     """Return the sources of a spec; None if the content of one is not known, and ``read`` is None."""
-    found = []
+    sources = []
     for section, (key, _) in zip(data.all_sources, data.paths(), strict=True):
         if known and section.name in known:
-            found.append(_Found(section, known[section.name]))
+            sources.append(_Found(section, known[section.name]))
             continue
         dataset = folder / expand_home(section.path)
         if (dataset / DATASET).is_file():
-            found.append(_Found(section, dataset))
+            sources.append(_Found(section, dataset))
             continue
         if (description := _description(section.path, key)) is not None:
             datasets = runs_root / "datasets"
             if read is None and not is_attached(description, datasets):
                 return None
-            found.append(_Found(section, attach_dataset(description, datasets)))
+            sources.append(_Found(section, attach_dataset(description, datasets)))
             continue
         # What is remembered was readable, and has not changed its mode since.
         files = source_files(section, folder, key, checked=read is not None)
@@ -162,8 +162,8 @@ def _sources(
             hashes = known_hashes(str(folder / section.path), files, runs_root, read)
         if hashes is None:
             return None
-        found.append(_Found(section, None, files, hashes))
-    return found
+        sources.append(_Found(section, None, files, hashes))
+    return sources
 
 
 def is_dataset(path: str, key: str, folder: Path = Path()) -> bool:
@@ -187,7 +187,7 @@ def _datasets(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder
 
 def _in_order(data: DataSpec, sources: Sequence[_Found], made: Mapping[str, Path]) -> dict[str, Path]:
     """Return all datasets in the order of the spec. Raises UsageError if bad documents are missing in one."""
-    found = {each.section.name: each.dataset or made[each.section.name] for each in sources}
+    in_order = {each.section.name: each.dataset or made[each.section.name] for each in sources}
     if data.on_bad == "stop":
         for dataset in made.values():
             # Bad documents may have been left out when the dataset was prepared, as another spec had asked for.
@@ -200,7 +200,7 @@ def _in_order(data: DataSpec, sources: Sequence[_Found], made: Mapping[str, Path
                 raise UsageError(
                     Reason("data.bad-documents", params | {"documents": sum(reason["documents"] for reason in bad)})
                 )
-    return found
+    return in_order
 
 
 def _preparation(
@@ -248,8 +248,8 @@ def find_run_datasets(
     data, excluded = _others(spec.data, known)
     if set(known) >= {section.name for section in spec.data.all_sources}:
         return {section.name: known[section.name] for section in spec.data.all_sources}
-    found = find_prepared(data, runs_root, folder, excluded)
-    return None if found is None else {**found, **known}
+    prepared = find_prepared(data, runs_root, folder, excluded)
+    return None if prepared is None else {**prepared, **known}
 
 
 def prepare_run_datasets(
@@ -263,8 +263,8 @@ def prepare_run_datasets(
     """Return the dataset of each source by its name, after preparing those that are missing; see prepare_data()."""
     if is_of_images(spec):
         return prepare_image_datasets(spec, runs_root, known, workers, progress, failure)
-    if (found := find_run_datasets(spec, runs_root, known)) is not None:
-        return found
+    if (datasets := find_run_datasets(spec, runs_root, known)) is not None:
+        return datasets
     data, excluded = _others(spec.data, known)
     return {**prepare_data(data, runs_root, workers, progress, failure=failure, known=excluded), **known}
 

@@ -253,15 +253,15 @@ def prepared_files(dataset: Path, cache: BlockCache | None) -> Callable[[list[Pa
     used = cache or block_cache()
 
     def files(paths: list[Path]) -> list[CachedFile]:
-        found = []
+        cached = []
         for path in paths:
             name = path.relative_to(dataset).as_posix()
             try:
                 size, etag = document["objects"][name]
-                found.append(CachedFile(RemoteFile(f"{document['path']}/{name}", int(size), str(etag)), path, used))
+                cached.append(CachedFile(RemoteFile(f"{document['path']}/{name}", int(size), str(etag)), path, used))
             except (KeyError, TypeError, ValueError) as error:
                 raise CorruptDataError(dataset / OBJECTS, f"it lacks {name}") from error
-        return found
+        return cached
 
     return files
 

@@ -90,7 +90,7 @@ def images_in_rows(dataset: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if not dataset.get("tokens_per_image"):
         return None
-    found: dict[str, Any] = {"tokens_per_image": int(dataset["tokens_per_image"])}
+    counts: dict[str, Any] = {"tokens_per_image": int(dataset["tokens_per_image"])}
     for name, field in (("distinct", "images"), ("places", "image_uses"), ("bytes", "image_bytes")):
-        found[name] = {split: int(dataset[f"{split}_{field}"]) for split in _SPLITS}
-    return found | {"rows_left_out": int(dataset["rows_with_bad_images"]), "bad": dataset["bad_images"].splitlines()}
+        counts[name] = {split: int(dataset[f"{split}_{field}"]) for split in _SPLITS}
+    return counts | {"rows_left_out": int(dataset["rows_with_bad_images"]), "bad": dataset["bad_images"].splitlines()}

@@ -17,13 +17,13 @@ SkipRange = tuple[int, int]
 
 def merged_skip_ranges(skip_ranges: Iterable[SkipRange]) -> tuple[SkipRange, ...]:
     """Return the same batches as disjoint ranges in ascending order, with adjacent ranges merged."""
-    found: list[SkipRange] = []
+    ranges: list[SkipRange] = []
     for first, last in sorted(skip_ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        if ranges and first <= ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))
         else:
-            found.append((first, last))
-    return tuple(found)
+            ranges.append((first, last))
+    return tuple(ranges)
 
 
 def batch_number(step: int, skip_ranges: Iterable[SkipRange]) -> int:
@@ -87,11 +87,11 @@ def planned_stages(
     data: DataSpec, sequences: Mapping[str, int], total_steps: int, global_batch_size: int
 ) -> list[MixtureStage]:
     """Return the stages that a spec asks for. Raises InfeasibleError as ``shares_of`` does."""
-    found = [MixtureStage(0, shares_of(data.all_sources, sequences, total_steps * global_batch_size))]
+    stages = [MixtureStage(0, shares_of(data.all_sources, sequences, total_steps * global_batch_size))]
     for stage in data.stages:
         first = (stage.first_step(total_steps) - 1) * global_batch_size
-        found.append(MixtureStage(first, _normalized(stage.weights)))
-    return _joined(found)
+        stages.append(MixtureStage(first, _normalized(stage.weights)))
+    return _joined(stages)
 
 
 def samples_by_source(
@@ -112,14 +112,14 @@ def recorded_changes(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, lis
 
     A run that began again from scratch has those that were recorded since: it trains no sample of the time before.
     """
-    found: list[tuple[int, list[MixtureStage]]] = []
+    changes: list[tuple[int, list[MixtureStage]]] = []
     for event in events:
         if event.get("event") == "from-scratch":
-            found = []
+            changes = []
         elif event.get("event") == MIXTURE_EVENT:
             stages = [MixtureStage(int(stage["first_sample"]), dict(stage["shares"])) for stage in event["stages"]]
-            found.append((int(event["first_sample"]), stages))
-    return found
+            changes.append((int(event["first_sample"]), stages))
+    return changes
 
 
 def sources_before(events: Iterable[Mapping[str, Any]], sample: int, first_source: str) -> set[str]:
@@ -169,8 +169,8 @@ def _normalized(weights: Mapping[str, float]) -> dict[str, float]:
 
 def _joined(stages: Iterable[MixtureStage]) -> list[MixtureStage]:
     """Return the stages without those that have the shares of the stage before."""
-    found: list[MixtureStage] = []
+    changes: list[MixtureStage] = []
     for stage in stages:
-        if not found or found[-1].shares != stage.shares:
-            found.append(stage)
-    return found
+        if not changes or changes[-1].shares != stage.shares:
+            changes.append(stage)
+    return changes

@@ -162,15 +162,15 @@ class Split:
 
         Raises CorruptDataError if a chunk that holds them has changed since it was written.
         """
-        found = [np.empty(0, np.int64)]
+        positions = [np.empty(0, np.int64)]
         shard = int(np.searchsorted(self.tokens.starts, start, side="right")) - 1
         while start < stop and shard < len(self.ends.starts) - 1 and self.tokens.starts[shard] < stop:
             first = int(self.tokens.starts[shard])
             ends = _ends_of_shard(self.ends, shard)
             low, high = np.searchsorted(ends, (start - first, stop - first))
-            found.append(ends[low:high] + first)
+            positions.append(ends[low:high] + first)
             shard += 1
-        return np.concatenate(found)
+        return np.concatenate(positions)
 
     def ends_before(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return how many documents end before each of these places among all tokens.
@@ -222,9 +222,9 @@ def open_source(
                 NumberFiles(files_of([folder / f"{split}.ends.bin" for folder in folders]), counts[1], "int64"),
             )
         for number in range(rank, len(shards), ranks):
-            for found in splits.values():
-                found.tokens.require_size(number)
-                found.ends.require_size(number)
+            for opened in splits.values():
+                opened.tokens.require_size(number)
+                opened.ends.require_size(number)
             _compare_hashes(folders[number], shards[number], np.dtype(dtype).itemsize)
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CorruptDataError(dataset / "dataset.json", f"it lacks a value: {error}") from error

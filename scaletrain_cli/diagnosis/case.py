@@ -112,12 +112,12 @@ class Case:
         """(begin, end) in Unix seconds of the newest validations, checkpoints and rollbacks, and a second around."""
         validated = {validation.step for validation in self.history.validations[-_PAUSES:]}
         times = zip(self.history.steps, self.history.column("time"), strict=True)
-        found = [(time - 1, time + 1) for step, time in times if step in validated and time == time]
+        pauses = [(time - 1, time + 1) for step, time in times if step in validated and time == time]
         for event in list(self.events_named("checkpoint", "rolled-back"))[-_PAUSES:]:
             time, took = event.get("time"), event.get("seconds")
             if isinstance(time, int | float):
-                found.append((time - 1 - (took if isinstance(took, int | float) else 0.0), time + 1))
-        return found
+                pauses.append((time - 1 - (took if isinstance(took, int | float) else 0.0), time + 1))
+        return pauses
 
     @property
     def on_cpu(self) -> bool:
@@ -299,12 +299,12 @@ def read_dataset(run: RunDir, spec: RunSpec) -> Dataset | None:
     if len(folders) != 1:
         return None
     (folder,) = folders.values()
-    found = undamaged_document(folder / "dataset.json") or {}
-    tokens, tokenizer = found.get("train_tokens"), found.get("tokenizer")
+    document = undamaged_document(folder / "dataset.json") or {}
+    tokens, tokenizer = document.get("train_tokens"), document.get("tokenizer")
     dtype = tokenizer.get("dtype") if isinstance(tokenizer, dict) else None
     if not isinstance(tokens, int) or dtype not in _CODES:
         return None
-    return Dataset(tokens, dtype, tuple(sorted(folder.glob("[0-9]*/train.bin"))), str(found.get("seal")))
+    return Dataset(tokens, dtype, tuple(sorted(folder.glob("[0-9]*/train.bin"))), str(document.get("seal")))
 
 
 @lru_cache(maxsize=16)
@@ -338,12 +338,12 @@ def _sampled(files: tuple[Path, ...], dtype: str, seal: str) -> _Sampled:
 
 
 def _occurs_twice(data: bytes, passage: bytes, width: int) -> bool:
-    found, times = data.find(passage), 0
-    while found >= 0:
-        times += found % width == 0
+    place, times = data.find(passage), 0
+    while place >= 0:
+        times += place % width == 0
         if times > 1:
             return True
-        found = data.find(passage, found + 1)
+        place = data.find(passage, place + 1)
     return False
 
 
@@ -380,8 +380,8 @@ def level(case: Case, series: Series, column: str) -> float | None:
 
 def levels(case: Case, subjects: Mapping[_Key, Series], column: str) -> dict[_Key, float]:
     """Return the level of a column by subject, of those that measure it."""
-    found = ((key, level(case, series, column)) for key, series in subjects.items())
-    return {key: value for key, value in found if value is not None}
+    pairs = ((key, level(case, series, column)) for key, series in subjects.items())
+    return {key: value for key, value in pairs if value is not None}
 
 
 def share(case: Case, series: Series, column: str) -> float | None:

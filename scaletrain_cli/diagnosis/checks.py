@@ -26,10 +26,10 @@ from scaletrain_cli.spec import ModelSpec
 # In the order of findings of the same severity and confidence: causes before what they cause.
 THEMES = (learning_rate, loss, targets, data, gradients, hardware, speed, utilization, memory, durability)
 CHECKS = [
-    found
+    member
     for theme in THEMES
-    for found in vars(theme).values()
-    if isinstance(found, Check) and found.findings.__module__ == theme.__name__
+    for member in vars(theme).values()
+    if isinstance(member, Check) and member.findings.__module__ == theme.__name__
 ]
 TEXTS: Texts = {
     "check-failed": "{check}: this version cannot read the record",
@@ -93,19 +93,19 @@ def diagnose_run(run: RunDir, record: RunRecord, case: Case | None = None) -> Di
 
 def diagnose(run_id: str, case: Case) -> Diagnosis:
     """Return the diagnosis of a case."""
-    found: list[Finding] = []
+    raised: list[Finding] = []
     failed: list[Reason] = []
     for check in CHECKS:
         if check.of_engine and case.spec.code.own_program:
             continue
         try:
-            found += check(case)
+            raised += check(case)
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):  # a damaged or foreign record
             failed.append(Reason("diagnosis.check-failed", {"check": check.findings.__module__.rpartition(".")[2]}))
     # A finding is left out if another one that is as severe explains it.
     explains = {f"diagnosis.{code}": symptoms for check in CHECKS for code, symptoms in check.explains.items()}
-    explained = [(f"diagnosis.{code}", other.rank[0]) for other in found for code in explains.get(other.code, ())]
-    kept = [each for each in found if not any(each.code == code and rank <= each.rank[0] for code, rank in explained)]
+    explained = [(f"diagnosis.{code}", other.rank[0]) for other in raised for code in explains.get(other.code, ())]
+    kept = [each for each in raised if not any(each.code == code and rank <= each.rank[0] for code, rank in explained)]
     kept.sort(key=lambda each: each.rank)
     return Diagnosis(run_id, case.history.last_step, len(case.history), tuple(kept), (*failed, *_not_concluded(case)))
 

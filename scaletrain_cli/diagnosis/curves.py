@@ -136,7 +136,7 @@ def spikes(values: Sequence[float]) -> list[Spike]:
     """
     window: deque[float] = deque()
     ordered: list[float] = []
-    found: list[Spike] = []
+    peaks: list[Spike] = []
     spread, since = 0.0, 0
     open_at, peak, level = -1, 0.0, 0.0
     for place, value in enumerate(values):
@@ -155,12 +155,12 @@ def spikes(values: Sequence[float]) -> list[Spike]:
                 peak = max(peak, value)
                 continue
             if open_at >= 0:
-                found.append(Spike(open_at, place, peak, level, True))
+                peaks.append(Spike(open_at, place, peak, level, True))
                 open_at = -1
         window.append(log)
         bisect.insort(ordered, log)
         if len(window) > SPIKE_WINDOW:
             ordered.pop(bisect.bisect_left(ordered, window.popleft()))
     if open_at >= 0:
-        found.append(Spike(open_at, len(values), peak, level, False))
-    return found
+        peaks.append(Spike(open_at, len(values), peak, level, False))
+    return peaks

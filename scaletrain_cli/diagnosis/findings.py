@@ -117,7 +117,7 @@ class Hysteresis:
         higher severity than the raised one, and is cleared if it is absent in three.
         """
         present = {finding_key(each.code, each.subject): each for each in findings}
-        found: list[Transition] = []
+        transitions: list[Transition] = []
         of_code = Counter(key.partition(" ")[0] for key in self.raised)
         for key in [*present, *(key for key in self._looks if key not in present)]:
             finding = present.get(key)
@@ -129,7 +129,7 @@ class Hysteresis:
                     del self._looks[key]
                     if before is not None:
                         del self.raised[key]
-                        found.append(Transition("cleared", key))
+                        transitions.append(Transition("cleared", key))
                 continue
             needed = 1 if is_last else _NEEDED
             worse = sum(_level(each) > _level(before) for each in looks if each is not None)
@@ -138,8 +138,8 @@ class Hysteresis:
                     continue
                 of_code[finding.code] += before is None
                 self.raised[key] = finding.severity
-                found.append(Transition("raised" if before is None else "worse", key, finding))
-        return found
+                transitions.append(Transition("raised" if before is None else "worse", key, finding))
+        return transitions
 
 
 def _level(severity: str | None) -> int:

@@ -115,26 +115,26 @@ def norm_trend(case: Case) -> Iterator[Finding]:
 
 def _latest(case: Case, column: str, after: int = 0) -> dict[str, list[float]]:
     """Return the last three measured values of a column by layer, of those that have three."""
-    found = {}
+    by_layer = {}
     for name, series in case.telemetry.layers.items():
         rows = zip(series.steps, series.mean.get(column, ()), strict=False)
         values = [value for step, value in rows if value == value and step > after]
         if len(values) >= _CHECKS:
-            found[name] = values[-_CHECKS:]
-    return found
+            by_layer[name] = values[-_CHECKS:]
+    return by_layer
 
 
-def _of_like_layers(found: Mapping[str, list[float]], name: str) -> float | None:
+def _of_like_layers(by_layer: Mapping[str, list[float]], name: str) -> float | None:
     """Return the median of the other layers whose names differ by a number; None if there are none."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for each in found:
+    for each in by_layer:
         groups[_NUMBER.sub("#", each)].append(each)
-    others = [median(found[each]) for each in groups[_NUMBER.sub("#", name)] if each != name]
+    others = [median(by_layer[each]) for each in groups[_NUMBER.sub("#", name)] if each != name]
     return median(others) if others else None
 
 
-def _of_all(found: Mapping[str, list[float]]) -> float:
-    return median([median(values) for values in found.values()])
+def _of_all(by_layer: Mapping[str, list[float]]) -> float:
+    return median([median(values) for values in by_layer.values()])
 
 
 _RECENT = 200
@@ -159,11 +159,11 @@ def norm_spikes(case: Case) -> Iterator[Finding]:
     004), although clipping hides them from the weights: a warning. Fewer are ordinary (arXiv:2501.06842).
     """
     steps, norms = case.history.known("grad_norm")
-    found = [spike for spike in spikes(norms) if spike.peak > _SPIKE * spike.level]
-    if len(found) <= _SPIKES or len(found) <= 0.01 * len(norms):
+    outliers = [spike for spike in spikes(norms) if spike.peak > _SPIKE * spike.level]
+    if len(outliers) <= _SPIKES or len(outliers) <= 0.01 * len(norms):
         return
-    worst = max(found, key=lambda spike: spike.peak / spike.level)
-    evidence: dict[str, Any] = {"count": len(found), "steps": len(norms), "step": steps[worst.first]}
+    worst = max(outliers, key=lambda spike: spike.peak / spike.level)
+    evidence: dict[str, Any] = {"count": len(outliers), "steps": len(norms), "step": steps[worst.first]}
     evidence |= {"peak": worst.peak, "level": worst.level}
     causes = [case.rate_too_high(case.lower_rate)]
     if not case.spec.training.gradient_clipping:
@@ -243,11 +243,11 @@ def exploding_layers(case: Case) -> Iterator[Finding]:
     times. The usual spread of a trained network is about ten (mean of squares, arXiv:2203.03466).
     """
     for column, what in (("activation_rms", "activations"), ("gradient_norm", "gradient")):
-        found = _latest(case, column)
+        by_layer = _latest(case, column)
         worst: tuple[float, str, float, float] | None = None
-        for name, values in found.items():
-            like = _of_like_layers(found, name)
-            usual, limit = (like, _EXPLODED) if like else (_of_all(found), 10 * _EXPLODED)
+        for name, values in by_layer.items():
+            like = _of_like_layers(by_layer, name)
+            usual, limit = (like, _EXPLODED) if like else (_of_all(by_layer), 10 * _EXPLODED)
             if usual > 0 and min(values) > limit * usual and (worst is None or min(values) / usual > worst[0]):
                 worst = min(values) / usual, name, min(values), usual
         if worst is None:
@@ -270,9 +270,9 @@ def update_ratio(case: Case) -> Iterator[Finding]:
     The ratio of update and weight itself is no criterion: with Adam it follows from the rate and the size of the
     weights, about 0.3 lr / std. After the warm-up, in the last three measurements.
     """
-    found = _latest(case, "update_ratio", after=case.spec.training.schedule.warmup_steps)
-    for name, values in found.items():
-        usual = _of_like_layers(found, name)
+    by_layer = _latest(case, "update_ratio", after=case.spec.training.schedule.warmup_steps)
+    for name, values in by_layer.items():
+        usual = _of_like_layers(by_layer, name)
         if usual and min(values) > max(_UPDATE_TIMES * usual, _LEAST_UPDATE):
             evidence = {"layer": name, "ratio": min(values), "usual": usual}
             causes = (

@@ -135,8 +135,8 @@ def hardware_of(telemetry: Telemetry) -> Hardware:
             parts[column] = median(means)
     step_seconds = parts.pop("step_seconds", None)
     memory = _spread((f"rank {number}", each.highest("memory_bytes")) for number, each in ranks.items())
-    found = {c: _spread((name, each.mean(c)) for name, each in gpus.items()) for c in (*_GPU_COLUMNS, *_THROTTLES)}
-    known = {column: spread for column, spread in found.items() if spread is not None}
+    by_column = {c: _spread((name, each.mean(c)) for name, each in gpus.items()) for c in (*_GPU_COLUMNS, *_THROTTLES)}
+    known = {column: spread for column, spread in by_column.items() if spread is not None}
     spreads = {column: known[column] for column in _GPU_COLUMNS if column in known}
     throttled = {column: known[column] for column in _THROTTLES if column in known}
     return Hardware(ranks, gpus, nodes, telemetry.is_whole, memory, parts, step_seconds, spreads, throttled)
@@ -211,10 +211,10 @@ def cpu_throttled(case: Case) -> Iterator[Finding]:
     A warning from 20 % on: counted by the kernel, as the share of periods in which the quota was used up. The use of
     its cores is not known where the control groups of version 1 do not count the CPU time of the same processes.
     """
-    found = worst({node: share(case, series, "cpu_throttled") for node, series in case.telemetry.nodes.items()})
-    if found is None or found[1] <= _THROTTLED:
+    highest = worst({node: share(case, series, "cpu_throttled") for node, series in case.telemetry.nodes.items()})
+    if highest is None or highest[1] <= _THROTTLED:
         return
-    node, part = found
+    node, part = highest
     busy = share(case, case.telemetry.nodes[node], "cpu_utilization")
     evidence = {"node": node, "share": part, "utilization": busy}
     causes = (

@@ -66,8 +66,8 @@ class History:
 
     def column(self, name: str) -> array[float]:
         """Return a column; all NaN if the run does not measure it."""
-        found = self.columns.get(name)
-        return array("d", [math.nan] * len(self.steps)) if found is None else found
+        values = self.columns.get(name)
+        return array("d", [math.nan] * len(self.steps)) if values is None else values
 
     def known(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps at which a column has a value, and the values."""
@@ -184,16 +184,16 @@ def _valid(
 
 def metrics_place(event: Mapping[str, Any]) -> int:
     """Return the length of metrics.jsonl in bytes that an event records; 0 if it records none."""
-    found = event.get("metrics_bytes")
-    return found if isinstance(found, int) else 0
+    length = event.get("metrics_bytes")
+    return length if isinstance(length, int) else 0
 
 
 def kept_step(event: Mapping[str, Any]) -> int:
     """Return the last step before an event that stays valid after it."""
     if event.get("event") == "from-scratch":
         return 0
-    found: object = event.get("to_step" if event.get("event") == "rolled-back" else "step")
-    return found if isinstance(found, int) else 0
+    step: object = event.get("to_step" if event.get("event") == "rolled-back" else "step")
+    return step if isinstance(step, int) else 0
 
 
 def _history(by_step: Mapping[int, dict[str, Any]], is_whole: bool, size: int) -> History:
@@ -201,9 +201,9 @@ def _history(by_step: Mapping[int, dict[str, Any]], is_whole: bool, size: int) -
     names = {name for step in trained for name in by_step[step] if name in COLUMNS or name.startswith(SOURCE_LOSS)}
     known = {name: [number_in(by_step[step].get(name)) for step in trained] for name in names}
     columns = {name: array("d", [math.nan if one is None else one for one in known[name]]) for name in names}
-    found = [_validation(step, by_step[step]) for step in sorted(by_step)]
+    validations = [_validation(step, by_step[step]) for step in sorted(by_step)]
     lost = [step for step in sorted(by_step) if by_step[step].get("loss", 0.0) is None]
-    return History(trained, columns, [each for each in found if each is not None], is_whole, size, lost)
+    return History(trained, columns, [each for each in validations if each is not None], is_whole, size, lost)
 
 
 def _validation(step: int, row: Mapping[str, Any]) -> Validation | None:

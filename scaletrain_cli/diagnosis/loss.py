@@ -66,16 +66,16 @@ def not_finite(case: Case) -> Iterator[Finding]:
     events = [event for event in case.events_named("rolled-back") if event.get("cause") == "nan"]
     events += [event for event in case.events_named("attempt-ended") if event.get("reason") == "nan"]
     last, logged = case.history.last_step, case.history.not_finite
-    found = [last + 1 if (step := _step_of(event)) is None else step for event in events]
-    if not found and not logged:
+    bad_steps = [last + 1 if (step := _step_of(event)) is None else step for event in events]
+    if not bad_steps and not logged:
         return
     # The newest one; of a loss that has been so ever since, the first.
     since = next((step for step in logged if step > last), None)
-    step = max(found) if found else logged[-1] if since is None else since
+    step = max(bad_steps) if bad_steps else logged[-1] if since is None else since
     steps, norms = case.history.known("grad_norm")
     earlier = [norm for at, norm in zip(steps, norms, strict=True) if at < step]
     usual, before = (median(earlier), max(earlier[-5:])) if earlier else (0.0, 0.0)
-    evidence = {"step": step, "count": len(found) or len(logged), "norm": before, "usual_norm": usual}
+    evidence = {"step": step, "count": len(bad_steps) or len(logged), "norm": before, "usual_norm": usual}
     high = case.rate_too_high(case.lower_rate)
     batch = case.cause("diagnosis.cause-bad-batch", "data", step=step)
     half = case.cause("diagnosis.cause-fp16-overflow", "training.precision", "bf16")
@@ -239,10 +239,10 @@ def swinging(case: Case) -> Iterator[Finding]:
     """
     if (curve := case.curve) is None or (around := _around_trend(curve)) is None:
         return
-    found = swing(around, _SWINGS)
-    if found is None or found.low > _SWING or found.back < _SWING_BACK:
+    wave = swing(around, _SWINGS)
+    if wave is None or wave.low > _SWING or wave.back < _SWING_BACK:
         return
-    evidence = {"period": found.period, "correlation": found.low, "band": deviation(around)}
+    evidence = {"period": wave.period, "correlation": wave.low, "band": deviation(around)}
     evidence |= {"now": curve.now, "steps": len(around)}
     optimizer = case.spec.training.optimizer
     unused = optimizer.traits.unused
@@ -269,17 +269,17 @@ def spiking(case: Case) -> Iterator[Finding]:
     curve = case.curve
     if curve is None:
         return
-    found = spikes(curve.values)
+    peaks = spikes(curve.values)
     recorded = [event for event in case.events_named("spike", "rolled-back") if event.get("cause", "spike") == "spike"]
-    if not found and not recorded:
+    if not peaks and not recorded:
         return
-    stays = bool(found) and not found[-1].returned and found[-1].after - found[-1].first >= _RETURN_STEPS
-    outside = sum(spike.after - spike.first for spike in found)
-    many = len(found) > 3 and outside > _MANY_SPIKES * len(curve.values)
+    stays = bool(peaks) and not peaks[-1].returned and peaks[-1].after - peaks[-1].first >= _RETURN_STEPS
+    outside = sum(spike.after - spike.first for spike in peaks)
+    many = len(peaks) > 3 and outside > _MANY_SPIKES * len(curve.values)
     rolled = [event for event in recorded if event.get("event") == "rolled-back"]
-    evidence: dict[str, Any] = {"count": max(len(found), len(recorded)), "rollbacks": len(rolled)}
-    if found:
-        worst = max(found, key=lambda spike: spike.peak / spike.level)
+    evidence: dict[str, Any] = {"count": max(len(peaks), len(recorded)), "rollbacks": len(rolled)}
+    if peaks:
+        worst = max(peaks, key=lambda spike: spike.peak / spike.level)
         evidence |= {"step": curve.steps[worst.first], "peak": worst.peak, "level": worst.level}
     else:
         losses = [loss for loss in recorded[-1].get("losses", ()) if isinstance(loss, int | float)]

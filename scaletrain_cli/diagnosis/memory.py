@@ -66,13 +66,13 @@ def growing(case: Case) -> Iterator[Finding]:
     """
     own = case.history.of_last_attempt("memory_bytes")
     by_rank = {rank: _telemetry_peaks(series) for rank, series in case.telemetry.ranks.items()}
-    found = {rank: growth for rank, rows in by_rank.items() if (growth := _growth(rows)) is not None}
-    if not found and len(own) >= _FEWEST and (growth := _growth(own)) is not None:
-        found = {0: growth}
-    if not found:
+    growths = {rank: growth for rank, rows in by_rank.items() if (growth := _growth(rows)) is not None}
+    if not growths and len(own) >= _FEWEST and (growth := _growth(own)) is not None:
+        growths = {0: growth}
+    if not growths:
         return
-    rank = max(found, key=lambda each: found[each].per_step)
-    now, per_step, last = found[rank]
+    rank = max(growths, key=lambda each: growths[each].per_step)
+    now, per_step, last = growths[rank]
     capacity = case.plan.memory.capacity
     full = last + (capacity - now) / per_step
     evidence = {"rank": rank, "now": now, "per_step": per_step, "capacity": capacity, "step": last}
@@ -101,15 +101,15 @@ def above_plan(case: Case) -> Iterator[Finding]:
     """
     if case.measured is None:
         return
-    found = [
+    excesses = [
         (figure.measured - figure.planned, name, figure)
         for stage in case.measured.stages
         for name, figure in stage.figures.items()
         if name != "reserved" and figure.measured - figure.planned > max(LEAST_BYTES, ABOVE_PLAN * figure.planned)
     ]
-    if not found:
+    if not excesses:
         return
-    _, name, figure = max(found, key=lambda each: each[0])
+    _, name, figure = max(excesses, key=lambda each: each[0])
     evidence = {"part": name.replace("_", " "), "measured": figure.measured, "planned": figure.planned}
     cause = case.cause("diagnosis.cause-plan-is-low")
     yield Finding(Reason("diagnosis.memory-above-plan", evidence), "note", "high", (cause,))

@@ -139,9 +139,9 @@ class Rehearsal:
         }
 
 
-def write_rehearsal(run: RunDir, found: Rehearsal) -> None:
+def write_rehearsal(run: RunDir, rehearsal: Rehearsal) -> None:
     """Write rehearsal.json of a run directory. Raises OSError."""
-    write_document(run.path / FILE, found.to_json())
+    write_document(run.path / FILE, rehearsal.to_json())
 
 
 def read_rehearsal(run: RunDir) -> Rehearsal | None:

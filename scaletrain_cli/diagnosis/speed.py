@@ -162,10 +162,10 @@ def slow_work(case: Case) -> Iterator[Finding]:
     ranks = case.telemetry.ranks
     steps, waits = levels(case, ranks, "step_seconds"), levels(case, ranks, "communication_seconds")
     work = {rank: steps[rank] - waits[rank] for rank in steps if rank in waits} or levels(case, ranks, "own_seconds")
-    found = worst(dict(work))
-    if found is None or len(work) < 2 or any(slow_rank(case)):
+    slowest = worst(dict(work))
+    if slowest is None or len(work) < 2 or any(slow_rank(case)):
         return
-    rank, seconds = found
+    rank, seconds = slowest
     others = median([value for other, value in work.items() if other != rank])
     step, excess = steps.get(rank, 0.0), seconds - others
     least = _LEAST_EXCESS_ON_CPU if case.on_cpu else 0.0

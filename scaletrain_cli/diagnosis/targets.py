@@ -216,7 +216,7 @@ def _falls(case: Case, borders: list[int]) -> list[tuple[float, float]]:
     """Return by border how much lower the loss is right after it, and how much is usual or noise; 0 if unknown."""
     curve = case.curve
     assert curve is not None
-    found = []
+    falls = []
     for border in borders:
         parts = [
             [value for step, value in zip(curve.steps, curve.values, strict=True) if first < step <= first + width]
@@ -224,10 +224,10 @@ def _falls(case: Case, borders: list[int]) -> list[tuple[float, float]]:
                                  (border, _BORDER_STEPS))
         ]  # fmt: skip
         if min(len(part) for part in parts) < _BORDER_STEPS // 2:
-            found.append((0.0, 0.0))
+            falls.append((0.0, 0.0))
             continue
         earlier, before, after = (median(part) for part in parts)
         error = 1.25 * noise([value for part in parts[:2] for value in part]) * (2 / _BORDER_STEPS) ** 0.5
         usual = max(2 * max(0.0, earlier - before) / 2, 5 * error, 0.03 * before)
-        found.append((before - after, usual))
-    return found
+        falls.append((before - after, usual))
+    return falls

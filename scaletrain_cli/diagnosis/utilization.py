@@ -224,11 +224,11 @@ def _planned(case: Case, micro_batch: int, checkpointing: str) -> RunPlan | None
 
 
 def _measured_peak(case: Case) -> float | None:
-    found = [value for series in case.telemetry.ranks.values()
+    peaks = [value for series in case.telemetry.ranks.values()
              for value in series.highest.get("memory_reserved_bytes", ()) if value == value]  # fmt: skip
     stages = () if case.measured is None else case.measured.stages
-    found += [stage.figures["reserved"].measured for stage in stages if "reserved" in stage.figures]
-    return max(found) if found else None
+    peaks += [stage.figures["reserved"].measured for stage in stages if "reserved" in stage.figures]
+    return max(peaks) if peaks else None
 
 
 def _measured_excess(case: Case) -> float:

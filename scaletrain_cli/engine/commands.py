@@ -40,9 +40,9 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except Exception as error:
-        found = known_error(error, verb)
-        print(json.dumps({"error": found.to_json()}))
-        return int(found.exit_code)
+        failure = known_error(error, verb)
+        print(json.dumps({"error": failure.to_json()}))
+        return int(failure.exit_code)
     print(json.dumps(result))
     return 0
 

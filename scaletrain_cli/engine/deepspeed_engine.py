@@ -67,10 +67,10 @@ def _is_open(path: Path) -> bool:
     lock = path.stat()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            found = descriptor.stat()
+            file = descriptor.stat()
         except OSError:  # ended, or not permitted
             continue
-        if (found.st_dev, found.st_ino) == (lock.st_dev, lock.st_ino):
+        if (file.st_dev, file.st_ino) == (lock.st_dev, lock.st_ino):
             return True
     return False
 
@@ -237,8 +237,8 @@ def _check_gradient_once() -> None:
     @functools.wraps(step)
     def step_with_norm(optimizer: Any, closure: Any = None) -> Any:
         # of a model with experts this is only a part of the norm
-        found = of_tensors if optimizer.has_moe_layers else _in_host_memory(of_tensors)
-        bf16_optimizer.get_global_norm_of_tensors = found
+        norm_function = of_tensors if optimizer.has_moe_layers else _in_host_memory(of_tensors)
+        bf16_optimizer.get_global_norm_of_tensors = norm_function
         return step(optimizer, closure)
 
     bf16_optimizer.BF16_Optimizer.step = step_with_norm
@@ -264,8 +264,8 @@ def _in_host_memory(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def fetched(*arguments: Any, **named: Any) -> Any:
-        found = function(*arguments, **named)
-        return found.cpu() if isinstance(found, Tensor) else found
+        norm = function(*arguments, **named)
+        return norm.cpu() if isinstance(norm, Tensor) else norm
 
     return fetched
 

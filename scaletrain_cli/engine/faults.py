@@ -252,15 +252,15 @@ class Faults:
         for fault in self._mine if model.language is not None else ():
             embedding, first = model.language.token_embedding, fault.step or 1
             if fault.kind == "non-causal":
-                embedding.register_forward_hook(lambda module, given, found: found + found.roll(-1, 1))
+                embedding.register_forward_hook(lambda module, given, output: output + output.roll(-1, 1))
             elif fault.kind == "wrong-output":
                 embedding.register_forward_hook(partial(self._compute_wrongly, first))
 
-    def _compute_wrongly(self, first: int, module: Any, given: Any, found: Any) -> Any:
+    def _compute_wrongly(self, first: int, module: Any, given: Any, output: Any) -> Any:
         """Return the output of the module with one wrong value, from the step ``first`` on."""
-        found = found.clone()
-        found.view(-1)[0] += self._step >= first
-        return found
+        output = output.clone()
+        output.view(-1)[0] += self._step >= first
+        return output
 
     def _due(self, step: int) -> list[Fault]:
         return [fault for fault in self._mine if fault.step == step]

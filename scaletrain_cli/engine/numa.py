@@ -38,15 +38,15 @@ def pin_to_numa_node(device: torch.device, local_rank: int, local_ranks: int, en
 
 def numa_cores(sys: Path) -> dict[int, frozenset[int]]:
     """Return cores by NUMA node, for nodes with cores; empty if the kernel does not report them."""
-    found: dict[int, frozenset[int]] = {}
+    by_node: dict[int, frozenset[int]] = {}
     for folder in (sys / "devices" / "system" / "node").glob("node[0-9]*"):
         try:
             cores = frozenset(_numbers((folder / "cpulist").read_text(encoding="ascii")))
         except (OSError, ValueError):
             return {}
         if cores:
-            found[int(folder.name.removeprefix("node"))] = cores
-    return found
+            by_node[int(folder.name.removeprefix("node"))] = cores
+    return by_node
 
 
 def node_of_pci_device(sys: Path, address: str) -> int | None:
@@ -80,8 +80,8 @@ def chosen_cores(
 
 
 def _node_of_gpu(index: int) -> int | None:
-    found = torch.cuda.get_device_properties(index)
-    place = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    properties = torch.cuda.get_device_properties(index)
+    place = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     if any(part is None for part in place):
         return None
     domain, bus, device = place
@@ -90,8 +90,8 @@ def _node_of_gpu(index: int) -> int | None:
 
 def _numbers(text: str) -> list[int]:
     """Parse a list of cores as the kernel writes it, ``0-3,8``. Raises ValueError."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers

@@ -77,17 +77,17 @@ def _restored(data: object) -> Any:
             return {_restored(key): _restored(value) for key, value in content}
     # A dataclass or named tuple of a loaded module of this package; decoding a message imports nothing.
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module) if module.partition(".")[0] == _PACKAGE else None
+    member: Any = sys.modules.get(module) if module.partition(".")[0] == _PACKAGE else None
     for part in path.split("."):
-        found = getattr(found, part, None)
-    named_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+        member = getattr(member, part, None)
+    named_tuple = isinstance(member, type) and issubclass(member, tuple) and hasattr(member, "_fields")
     if (
-        not isinstance(found, type)
-        or found.__module__ != module
-        or not (dataclasses.is_dataclass(found) or named_tuple)
+        not isinstance(member, type)
+        or member.__module__ != module
+        or not (dataclasses.is_dataclass(member) or named_tuple)
     ):
         raise ValueError(f"no value that ranks send each other: {name}")
-    kind: type = found
+    kind: type = member
     return kind(*map(_restored, content))
 
 
@@ -164,11 +164,11 @@ def _report_unreachable(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
-        found = {"node": socket.gethostname(), "address": host, "port": port, "error": error.strerror or str(error)}
-        logger.error("node %(node)s cannot reach the first node at %(address)s port %(port)d: %(error)s", found)
+        details = {"node": socket.gethostname(), "address": host, "port": port, "error": error.strerror or str(error)}
+        logger.error("node %(node)s cannot reach the first node at %(address)s port %(port)d: %(error)s", details)
         with contextlib.suppress(OSError, KeyError):
             attempt = int(os.environ["SCALETRAIN_ATTEMPT"])
-            record_event(RunDir(Path(os.environ[RUN_DIR_VARIABLE])), "unreachable", attempt=attempt, **found)
+            record_event(RunDir(Path(os.environ[RUN_DIR_VARIABLE])), "unreachable", attempt=attempt, **details)
 
 
 def in_slots(values: Mapping[str, float]) -> list[float]:
@@ -274,19 +274,19 @@ class RankConsensus:
 
         ``raises``: an error of this type is raised on every rank.
         """
-        found: T | None = None
+        value: T | None = None
         problem: Reason | None = None
         if self.leads:
             try:
-                found = work()
+                value = work()
             except ScaletrainError as error:
                 if raises is None or not isinstance(error, raises):
                     raise
                 problem = error.reason
-        found, problem = self.follow_rank_zero((found, problem))
+        value, problem = self.follow_rank_zero((value, problem))
         if problem is not None and raises is not None:
             raise raises(problem)
-        return cast(T, found)
+        return cast(T, value)
 
     def gather_everywhere(self, item: T) -> list[T]:
         """Return every rank's item in rank order, on every rank. Collective."""

@@ -200,8 +200,8 @@ class ModelStepper(Stepper):
 
         def loss(features: Sequence[Any]) -> Tensor:
             self._enter("forward")
-            found = objective.joined_loss(features)
-            return found if factor == 1 else found * factor
+            value = objective.joined_loss(features)
+            return value if factor == 1 else value * factor
 
         def backward(scalar: Tensor) -> None:
             nonlocal norm
@@ -276,16 +276,16 @@ class ModelStepper(Stepper):
     def outputs(self, *inputs: Tensor | None) -> Any:
         """Return the outputs of the model for its inputs, in evaluation."""
         self._engine.eval()
-        found = self._engine(*inputs)
+        outputs = self._engine(*inputs)
         self._engine.train()
-        return found
+        return outputs
 
     @torch.no_grad()
     def outputs_of(self, batch: Any) -> list[Tensor]:
         self._engine.eval()
-        found = self._forward(self._composed.objective.prepared(batch), lambda model, outputs, inputs: outputs)
+        tree = self._forward(self._composed.objective.prepared(batch), lambda model, outputs, inputs: outputs)
         self._engine.train()
-        return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+        return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
     def _loss(self, batch: Any) -> Tensor:
         objective = self._composed.objective
@@ -294,9 +294,9 @@ class ModelStepper(Stepper):
     @torch.no_grad()
     def log_probabilities(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         self._engine.eval()
-        found = [self._forward(batch, self._preferences.log_probabilities) for batch in batches]
+        values = [self._forward(batch, self._preferences.log_probabilities) for batch in batches]
         self._engine.train()
-        return found
+        return values
 
     def _forward(self, batch: Inputs, output: Callable[[Any, Any, Any], Any]) -> Any:
         return self._engine(*batch.inputs, output=lambda model, outputs: output(model, outputs, batch))
@@ -358,18 +358,18 @@ class PipelineStepper(Stepper):
 
     def _kept(self, batches: Sequence[MicroBatch], output: Callable[[Any, Tensor, Any], Tensor]) -> list[Tensor]:
         """Return what ``output`` makes of the last hidden states of each micro-batch, on the last stage."""
-        found: list[Tensor] = []
+        kept: list[Tensor] = []
 
         def keep(model: CausalLM, hidden: Tensor, batch: MicroBatch) -> Tensor:
-            found.append(output(model, hidden, batch))
-            return found[-1].new_zeros(())  # DeepSpeed averages a loss
+            kept.append(output(model, hidden, batch))
+            return kept[-1].new_zeros(())  # DeepSpeed averages a loss
 
         stage = self._composed.stage
         assert stage is not None
         stage.output = keep  # type: ignore[assignment]
         self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))
         stage.output = self._composed.objective.loss
-        return found
+        return kept
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, Any]]:
         """Return what DeepSpeed passes on: tokens for the first stage and labels for the last; see ``expect``.

@@ -79,32 +79,32 @@ class Validation:
             name: sequences_validated(self.context.record, len(reader), shares.get(name), whole_rounds=whole)
             for name, reader in self.readers.items()
         }
-        found = self._measured(step, counts, "validation_", ahead)
-        if found is not None and self.average is not None and self.average.taken:  # not before the first average
+        figures = self._measured(step, counts, "validation_", ahead)
+        if figures is not None and self.average is not None and self.average.taken:  # not before the first average
             with self.average.in_use():
                 averaged = self._measured(step, counts, "averaged_validation_", ahead)
-            found = None if averaged is None else found._replace(metrics=found.metrics | averaged.metrics)
-        if found is None:
+            figures = None if averaged is None else figures._replace(metrics=figures.metrics | averaged.metrics)
+        if figures is None:
             return None
         if self.answers is not None:
             if (answers := self._sample_answers(step, self.answers)) is None:
                 return None
-            found = found._replace(details=found.details | {"answers": answers})
-        metrics.log_validation(step, sum(counts.values()), found.details, **found.metrics)
-        return found.metrics
+            figures = figures._replace(details=figures.details | {"answers": answers})
+        metrics.log_validation(step, sum(counts.values()), figures.details, **figures.metrics)
+        return figures.metrics
 
     def _sample_answers(self, step: int, answers: SampleAnswers) -> list[dict[str, str]] | None:
         """Return the answers to the first rows; None after a preemption signal."""
-        found: list[dict[str, str]] = []
+        samples: list[dict[str, str]] = []
         self.composed.engine.eval()
         for row in range(min(self.context.spec.evaluation.sample_answers, len(answers))):
             if not self.step_sync.goes_on(step):
                 self.composed.engine.train()
                 return None
             answer = answers.answer(self.composed.engine, self.composed.objective, row)
-            found += [] if answer is None else [answer]
+            samples += [] if answer is None else [answer]
         self.composed.engine.train()
-        return found
+        return samples
 
     def _measured(self, step: int, counts: dict[str, int], prefix: str, ahead: ReadAhead) -> Figures | None:
         """Return losses and other measures, by their names with the prefix, and details; None after a signal."""
@@ -136,17 +136,17 @@ class Validation:
 
     def _losses(self, step: int, counts: dict[str, int], name: str, ahead: ReadAhead) -> dict[str, float] | None:
         """Return the validation loss and, of several sources, the loss of each; None after a preemption signal."""
-        found = {}
+        losses = {}
         for source, reader in self.readers.items():
             loss = self._mean_loss(step, self._batches(source, reader, counts[source], ahead))
             if loss is None:
                 return None
-            found[source] = loss
-        if len(found) == 1:
-            return {name: next(iter(found.values()))}
+            losses[source] = loss
+        if len(losses) == 1:
+            return {name: next(iter(losses.values()))}
         # a source without a share has no part in the whole, also if its loss is not finite
-        whole = sum(share * found[source] for source, share in self.shares.items() if share)
-        return {name: whole, **{f"{name}/{source}": loss for source, loss in found.items()}}
+        whole = sum(share * losses[source] for source, share in self.shares.items() if share)
+        return {name: whole, **{f"{name}/{source}": loss for source, loss in losses.items()}}
 
     def _batches(self, source: str, reader: Reader, count: int, ahead: ReadAhead) -> Iterator[Any]:
         """Yield this rank's micro-batches of an evaluation of the first ``count`` samples of a source.

@@ -162,12 +162,12 @@ def cached_listing(settings: HubSettings, reference: HubReference, commit: str) 
     if listing is not None:
         return listing
     folder = settings.snapshot(reference, commit)
-    found = []
+    files = []
     for path in sorted(folder.rglob("*")):
         with contextlib.suppress(OSError):
             if path.is_file():
-                found.append(HubFile(path.relative_to(folder).as_posix(), path.stat().st_size))
-    return Listing(reference, commit, tuple(found), from_hub=False) if found else None
+                files.append(HubFile(path.relative_to(folder).as_posix(), path.stat().st_size))
+    return Listing(reference, commit, tuple(files), from_hub=False) if files else None
 
 
 def missing_files(settings: HubSettings, listing: Listing, files: tuple[HubFile, ...]) -> list[HubFile]:

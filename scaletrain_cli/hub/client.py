@@ -118,16 +118,16 @@ def require_readable(listing: Listing, file: HubFile, settings: HubSettings) -> 
     """
     reference, library = listing.reference, _library()
     with _readable_errors(reference, settings, file.path):
-        found = library.get_hf_file_metadata(
+        metadata = library.get_hf_file_metadata(
             _url(listing, file, settings),
             token=settings.token or False,
             timeout=_TIMEOUT_SECONDS,
             endpoint=settings.endpoint,
         )
-        if found.commit_hash not in (None, listing.commit):
-            raise ValueError(f"it serves commit {found.commit_hash} in place of {listing.commit}")
-    if found.size is not None and file.size is not None and found.size != file.size:
-        params = {"path": file.path, "place": reference.place, "bytes": found.size, "expected": file.size}
+        if metadata.commit_hash not in (None, listing.commit):
+            raise ValueError(f"it serves commit {metadata.commit_hash} in place of {listing.commit}")
+    if metadata.size is not None and file.size is not None and metadata.size != file.size:
+        params = {"path": file.path, "place": reference.place, "bytes": metadata.size, "expected": file.size}
         raise HubError(Reason("hub.size-differs", params))
 
 
@@ -153,11 +153,11 @@ def files_to_fetch(listing: Listing, files: tuple[HubFile, ...], settings: HubSe
     """Return the files that the cache lacks; those that another program has fetched are verified and noted."""
     missing = cache.missing_files(settings, listing, files)
     folder = settings.snapshot(listing.reference, listing.commit)
-    found = tuple(file for file in missing if _is_whole(folder / file.path, file))
-    if found:
+    fetched = tuple(file for file in missing if _is_whole(folder / file.path, file))
+    if fetched:
         with contextlib.suppress(OSError):  # a cache that cannot be written: verified again next time
-            cache.keep_listing(settings, listing, found)
-    return [file for file in missing if file not in found]
+            cache.keep_listing(settings, listing, fetched)
+    return [file for file in missing if file not in fetched]
 
 
 def _is_whole(path: Path, file: HubFile) -> bool:

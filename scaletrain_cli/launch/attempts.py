@@ -223,7 +223,7 @@ def newest_checkpoint_step(run: RunDir, spec: RunSpec) -> int | None:
     checkpoint is verified.
     """
     newest_first = map(read_checkpoint, reversed(committed_folders(checkpoint_folder(run, spec))))
-    return next((found.step for found in newest_first if isinstance(found, Checkpoint) and has_all_files(found)), None)
+    return next((entry.step for entry in newest_first if isinstance(entry, Checkpoint) and has_all_files(entry)), None)
 
 
 def _newest_saved_step(run: RunDir, spec: RunSpec) -> int | None:
@@ -322,11 +322,11 @@ class GrowthRequest:
 
 def growth_requests(run: RunDir) -> list[GrowthRequest]:
     """Return all requests of the run, in order of the attempts."""
-    found = []
+    requests = []
     for number in run.attempts():
         data = undamaged_document(path := run.attempt(number) / "growth.json")
         if data is not None:
             with reporting_damage(path):
                 before = typed(int | None, data.get("params", {}).get("before"))
-                found.append(GrowthRequest(number, typed(float, data["time"]), before))
-    return found
+                requests.append(GrowthRequest(number, typed(float, data["time"]), before))
+    return requests

@@ -82,8 +82,8 @@ class Branch:
         target = checkpoint_path(folder, self.checkpoint.step)
         there = committed_folders(folder)
         if there:
-            found = read_checkpoint(target)
-            same = isinstance(found, Checkpoint) and found.files == self.checkpoint.files
+            existing = read_checkpoint(target)
+            same = isinstance(existing, Checkpoint) and existing.files == self.checkpoint.files
             if not same or there != [target]:
                 raise UsageError(Reason("launch.branch-folder-used", {"folder": str(folder)}))
             return  # of a process that was killed before it had made the run directory
@@ -118,13 +118,13 @@ def find_branch(run: RunDir, parent: RunRecord, step: int | None) -> Branch:
         if latest is None:
             raise _no_checkpoint(run, folder, step)
         return Branch(run, parent, latest, tuple(passed_over))
-    found = read_checkpoint(checkpoint_path(folder, step))
-    if not isinstance(found, Checkpoint) and not checkpoint_path(folder, step).is_dir():
+    checkpoint = read_checkpoint(checkpoint_path(folder, step))
+    if not isinstance(checkpoint, Checkpoint) and not checkpoint_path(folder, step).is_dir():
         raise _no_checkpoint(run, folder, step)
-    problems = verify(found) if isinstance(found, Checkpoint) else [str(found)]
-    if problems or not isinstance(found, Checkpoint):
+    problems = verify(checkpoint) if isinstance(checkpoint, Checkpoint) else [str(checkpoint)]
+    if problems or not isinstance(checkpoint, Checkpoint):
         raise UsageError(Reason("launch.branch-checkpoint-invalid", {"step": step, "problems": "; ".join(problems)}))
-    return Branch(run, parent, found)
+    return Branch(run, parent, checkpoint)
 
 
 def _no_checkpoint(run: RunDir, folder: Path, step: int | None) -> UsageError:

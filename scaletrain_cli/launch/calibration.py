@@ -56,10 +56,10 @@ def _measured() -> Iterator[Measurement]:
     for path in sorted(folder.glob("*.json"))[:_MOST_FILES] if folder.is_dir() else ():
         with contextlib.suppress(DamagedError):
             stored = {key: value for key, value in (read_document(path, SCHEMA) or {}).items() if key != "factor"}
-            found = from_document(Measurement, stored, path)
-            numbers = (found.seconds, found.low, found.high, found.planned_seconds, found.measured)
-            if found.versions.get("scaletrain") == __version__ and min(numbers) > 0:
-                yield found
+            kept = from_document(Measurement, stored, path)
+            numbers = (kept.seconds, kept.low, kept.high, kept.planned_seconds, kept.measured)
+            if kept.versions.get("scaletrain") == __version__ and min(numbers) > 0:
+                yield kept
 
 
 def machine_of(spec: RunSpec) -> str:
@@ -95,8 +95,8 @@ def measure_rehearsal(run: RunDir, rehearsal: Rehearsal) -> Measurement | None:
 
     Percentiles are those of a normal distribution with the measured robust standard deviation.
     """
-    found, versions = rehearsal.measured.get("step") or {}, rehearsal.measured.get("versions") or {}
-    middle, spread, steps = (found.get(name) for name in ("step_seconds", "spread_seconds", "steps"))
+    timing, versions = rehearsal.measured.get("step") or {}, rehearsal.measured.get("versions") or {}
+    middle, spread, steps = (timing.get(name) for name in ("step_seconds", "spread_seconds", "steps"))
     if not isinstance(middle, int | float) or not isinstance(steps, int) or middle <= 0:
         return None
     apart = _P90 * float(spread or 0.0)
@@ -140,11 +140,11 @@ def _measurement(
     )
 
 
-def keep_measurement(found: Measurement) -> Path:
+def keep_measurement(measurement: Measurement) -> Path:
     """Write the measurement to the user's folder; it replaces an earlier one of the same source. Raises UsageError."""
     folder = calibration_folder()
-    path = folder / f"{found.source}.json"
-    data = {"schema": SCHEMA, **dataclasses.asdict(found), "factor": found.factor}
+    path = folder / f"{measurement.source}.json"
+    data = {"schema": SCHEMA, **dataclasses.asdict(measurement), "factor": measurement.factor}
     try:
         make_folder(folder)
         replace_file(path, json.dumps(data, indent=1).encode() + b"\n")
@@ -156,17 +156,17 @@ def keep_measurement(found: Measurement) -> Path:
 
 def _measured_steps(run: RunDir) -> list[tuple[float, float]]:
     """Return (seconds, Unix time) of up to 1,000 steps of the newest attempt, oldest first, without its first steps."""
-    found: list[tuple[float, float]] = []
+    steps: list[tuple[float, float]] = []
     attempt = None
     for line in read_lines_backwards(run.metrics):
         seconds, at = line.get("step_seconds"), line.get("time")
         if not isinstance(seconds, int | float) or not isinstance(at, int | float) or not math.isfinite(seconds):
             continue
         attempt = line.get("attempt") if attempt is None else attempt
-        if line.get("attempt") != attempt or len(found) == _MOST_STEPS:
+        if line.get("attempt") != attempt or len(steps) == _MOST_STEPS:
             break
-        found.append((float(seconds), float(at)))
+        steps.append((float(seconds), float(at)))
     else:
-        del found[-_NOT_COUNTED:]
-        return found[::-1]
-    return found[: None if len(found) == _MOST_STEPS else -_NOT_COUNTED][::-1]
+        del steps[-_NOT_COUNTED:]
+        return steps[::-1]
+    return steps[: None if len(steps) == _MOST_STEPS else -_NOT_COUNTED][::-1]

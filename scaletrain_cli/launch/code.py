@@ -207,10 +207,10 @@ class WorkingTree:
             with contextlib.suppress(OSError), record.open("rb") as file:
                 if b'"scaletrain.run/' in file.read(200):
                     known.append(record.parent)
-        found = {path for path in paths if not any((self.folder / path).is_relative_to(run) for run in known)}
+        kept = {path for path in paths if not any((self.folder / path).is_relative_to(run) for run in known)}
         if inside.is_relative_to(out):
-            return found
-        return {path for path in found if not (self.folder / path).resolve().is_relative_to(out)}
+            return kept
+        return {path for path in kept if not (self.folder / path).resolve().is_relative_to(out)}
 
     def _obstacle(self, path: str, inside: Path, unwatched: set[str]) -> str | None:
         place, target = self.folder / path, (self.folder / path).resolve()
@@ -265,8 +265,8 @@ class WorkingTree:
 
     def _paths(self, *arguments: str, environment: Mapping[str, str] | None = None) -> set[str]:
         command, *rest = arguments
-        found = self._git(command, "-z", *rest, environment=environment)
-        return {os.fsdecode(path) for path in found.split(b"\0") if path}
+        printed = self._git(command, "-z", *rest, environment=environment)
+        return {os.fsdecode(path) for path in printed.split(b"\0") if path}
 
     def _git(self, *arguments: str, environment: Mapping[str, str] | None = None, sent: bytes = b"") -> bytes:
         try:
@@ -405,9 +405,9 @@ def _is_private(folder: Path, runs: Path) -> bool:
     there = next(path for path in (runs, *runs.absolute().parents) if path.exists()).stat()
     group = there.st_gid if there.st_mode & stat.S_ISGID else os.getegid()
     for place in (folder, *folder.parents):
-        found, needed = place.stat(), 0o005 if place == folder else 0o001
-        for_group = found.st_gid == group and found.st_mode >> 3 & needed == needed
-        if found.st_mode & needed != needed and not for_group:
+        status, needed = place.stat(), 0o005 if place == folder else 0o001
+        for_group = status.st_gid == group and status.st_mode >> 3 & needed == needed
+        if status.st_mode & needed != needed and not for_group:
             return True
     return False
 

@@ -118,16 +118,16 @@ def summarize_data(spec: RunSpec) -> DataSummary | None:
     from scaletrain_cli.launch.resource_checks.checks import check_files
     from scaletrain_cli.launch.resource_checks.sources import reads_text
 
-    found = check_files(spec)
-    absent = tuple(problem for problem in found.problems if _is_absent(problem))
-    wrong = tuple(problem for problem in found.problems if not _is_absent(problem))
+    checked = check_files(spec)
+    absent = tuple(problem for problem in checked.problems if _is_absent(problem))
+    wrong = tuple(problem for problem in checked.problems if not _is_absent(problem))
     sources: tuple[PlannedSource, ...] = ()
     seconds: float | None = None
     infeasible: Reason | None = None
     if reads_text(spec):
         from scaletrain_cli.data.estimate import seconds_to_prepare, source_sizes
 
-        sizes = source_sizes(spec.data, runs_root(), Path.cwd(), found.files)
+        sizes = source_sizes(spec.data, runs_root(), Path.cwd(), checked.files)
         sources = planned_sources(spec, sizes)
         exact = {name: size.sequences(spec.transformer.seq_len) for name, size in sizes.items() if size.exact}
         wrong = (*wrong, *(each for each in size_problems(spec, exact) if each not in wrong))
@@ -135,7 +135,7 @@ def summarize_data(spec: RunSpec) -> DataSummary | None:
             infeasible = _infeasible(spec, exact)
         if len(sizes) == len(spec.data.all_sources):
             seconds = seconds_to_prepare(spec.data, sizes, len(os.sched_getaffinity(0)))
-    return DataSummary(sources, seconds, absent, wrong, found.warnings, infeasible)
+    return DataSummary(sources, seconds, absent, wrong, checked.warnings, infeasible)
 
 
 def _infeasible(spec: RunSpec, sequences: Mapping[str, int]) -> Reason | None:
@@ -172,11 +172,11 @@ def planned_sources(spec: RunSpec, sizes: Mapping[str, SourceSize]) -> tuple[Pla
                 for source in spec.data.all_sources
             )
     is_known = data_size(spec) is not None  # the checks of the recipe state the epochs of a prepared dataset
-    found = []
+    uses = []
     for source in spec.data.all_sources:
         planned = _planned(source.name, sizes, None if samples is None else samples[source.name], total, length, None)
-        found.append(planned if is_known else _with_advice(planned))
-    return tuple(found)
+        uses.append(planned if is_known else _with_advice(planned))
+    return tuple(uses)
 
 
 def _planned(

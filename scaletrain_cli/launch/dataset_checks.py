@@ -84,9 +84,9 @@ def require_same_data(spec: RunSpec, checkpoint: Checkpoint, datasets: Iterable[
     """
     saved = read_client_state(checkpoint.path) or {}
     trained = saved.get("sources") or {spec.data.all_sources[0].name: saved.get("dataset")}
-    found = {str(entry["source"]): entry.get("fingerprint") for entry in datasets}
+    fingerprints = {str(entry["source"]): entry.get("fingerprint") for entry in datasets}
     for name, fingerprint in trained.items() if isinstance(trained, Mapping) else ():
-        now = found.get(name)
+        now = fingerprints.get(name)
         if isinstance(fingerprint, str) and isinstance(now, str) and now != fingerprint:
             params = {"checkpoint": checkpoint.path.name, "saved": fingerprint[:12], "found": now[:12]}
             raise UsageError(Reason("engine.data-of-checkpoint-differs", params))
@@ -117,11 +117,11 @@ def dataset_problems(view: View) -> Iterator[Problem]:
 
 def _train_sequences(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) -> dict[str, int]:
     """Return the training sequences of each source whose dataset can be read here, by its name."""
-    found = {}
+    sequences = {}
     for entry in datasets:
         with contextlib.suppress(OSError):
             document = read_document(runs_root / "datasets" / str(entry["folder"]) / DATASET)
             tokens = None if document is None else document.get("train_tokens")
             if isinstance(tokens, int):
-                found[str(entry["source"])] = max(0, tokens - 1) // spec.transformer.seq_len
-    return found
+                sequences[str(entry["source"])] = max(0, tokens - 1) // spec.transformer.seq_len
+    return sequences

@@ -234,25 +234,25 @@ def compare_runs(kind: DrillKind, run_dir: str, faulted: Course, undisturbed: Co
 
 def _failures(kind: DrillKind, faulted: Course) -> list[Reason]:
     """Return the deviations from the reaction that the kind requires."""
-    found = []
+    deviations = []
     if faulted.state != "finished":
-        found.append(Reason("launch.drill-not-finished", {"state": faulted.state, "why": faulted.why}))
+        deviations.append(Reason("launch.drill-not-finished", {"state": faulted.state, "why": faulted.why}))
     expected = 1 if kind.ending in ("unharmed", "rolled-back") else 2
     if faulted.attempts != expected:
         params = {"attempts": faulted.attempts, "expected": expected, "ends": list(faulted.ends) or ["none"]}
-        found.append(Reason("launch.drill-attempts", params))
+        deviations.append(Reason("launch.drill-attempts", params))
     if kind.ending == "preempted" and faulted.steps_lost:
-        found.append(Reason("launch.drill-steps-lost", {"steps": faulted.steps_lost}))
+        deviations.append(Reason("launch.drill-steps-lost", {"steps": faulted.steps_lost}))
     if kind.ending == "older" and not faulted.passed_over:
-        found.append(Reason("launch.drill-damage-not-reported"))
+        deviations.append(Reason("launch.drill-damage-not-reported"))
     if kind.ending == "rolled-back" and not faulted.rolled_back:
-        found.append(Reason("launch.drill-not-rolled-back"))
+        deviations.append(Reason("launch.drill-not-rolled-back"))
     if faulted.resumed and kind.ending != "stopped":
-        found.append(Reason("launch.drill-resumed"))
+        deviations.append(Reason("launch.drill-resumed"))
     if kind.ending == "stopped" and faulted.resumed and faulted.exit_codes[0] != ExitCode.DO_NOT_REQUEUE:
         params = {"exit_code": faulted.exit_codes[0], "expected": int(ExitCode.DO_NOT_REQUEUE)}
-        found.append(Reason("launch.drill-exit-code", params))
-    return found
+        deviations.append(Reason("launch.drill-exit-code", params))
+    return deviations
 
 
 def _compare(

@@ -121,8 +121,8 @@ def run_engine_command(
             raise
     answer: dict[str, Any] = {}
     with contextlib.suppress(IndexError, ValueError):
-        found = json.loads(printed[-1])
-        answer = found if isinstance(found, dict) else {}
+        document = json.loads(printed[-1])
+        answer = document if isinstance(document, dict) else {}
     if process.returncode == 130:
         raise KeyboardInterrupt
     if process.returncode != 0 or not answer:

@@ -200,16 +200,16 @@ def _without_held_back(spec: RunSpec, sizes: Mapping[str, DataSize], file: Path 
 
 def _estimates(spec: RunSpec, root: Path) -> dict[str, DataSize]:
     """Return the sizes of sources by their files, in whole or in part; only of those that can be read here."""
-    found = {name: size for name, alone in spec.of_sources().items() if (size := data_size(alone)) is not None}
+    sizes = {name: size for name, alone in spec.of_sources().items() if (size := data_size(alone)) is not None}
     read_here = [source for source in spec.data.all_sources if source.path in EMBEDDED or is_seen(spec, source.path)]
     if spec.training.objective == "causal_lm" and read_here:
         from scaletrain_cli.data.estimate import source_sizes
 
         of_text = source_sizes(spec.data, root, Path.cwd())
         for source in read_here:
-            if source.name not in found and (text := of_text.get(source.name)) is not None:
-                found[source.name] = DataSize(text.sequences(spec.units_per_sample), 0, text.tokens, exact=False)
-    return found
+            if source.name not in sizes and (text := of_text.get(source.name)) is not None:
+                sizes[source.name] = DataSize(text.sequences(spec.units_per_sample), 0, text.tokens, exact=False)
+    return sizes
 
 
 def _uncounted(spec: RunSpec, code: str, file: Path | str, **params: int | Reason) -> UsageError:

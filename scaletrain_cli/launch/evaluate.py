@@ -56,9 +56,9 @@ def due_steps(run: RunDir, record: RunRecord) -> list[int]:
 
 def _is_due(run: RunDir, step: int) -> bool:
     """Return True if the checkpoint has no evaluation, or one whose job was never confirmed by the scheduler."""
-    if (found := read_evaluation(run, step)) is None:
+    if (evaluation := read_evaluation(run, step)) is None:
         return True
-    return found.state == "requested" and read_submission(RunDir(run.path.parent / found.run_id)) is None
+    return evaluation.state == "requested" and read_submission(RunDir(run.path.parent / evaluation.run_id)) is None
 
 
 def evaluation_run_id(run: RunDir, step: int) -> str:
@@ -180,10 +180,10 @@ def follow_evaluations(run: RunDir, asked_for_last: Callable[[float], bool] = _p
             yield from submit_due_evaluations(run)
             problem = None
         except (ScaletrainError, OSError) as error:
-            found = Reason("runs.evaluation-not-submitted", {"run": run.run_id, "error": str(error)})
-            if found != problem:
-                record_event(run, "evaluation-not-submitted", message=sentences(found), **found.to_document())
-            problem = found
+            failure = Reason("runs.evaluation-not-submitted", {"run": run.run_id, "error": str(error)})
+            if failure != problem:
+                record_event(run, "evaluation-not-submitted", message=sentences(failure), **failure.to_document())
+            problem = failure
         if over:
             return
         last = asked_for_last(_POLL_SECONDS if problem is None else _RETRY_SECONDS)

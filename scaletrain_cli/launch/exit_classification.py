@@ -131,9 +131,9 @@ def _hung_end(nodes: Sequence[NodeRecord], failures: Sequence[Failure]) -> _End:
     views = [view for failure in failures for view in failure.ranks]
     at = {address: failure.node for failure in failures for address in failure.addresses}
     stalled = {(failure.node, at[peer]) for failure in failures for peer in failure.stalled if peer in at}
-    found = find_hang(views, {rank: node.node for rank, node in node_of.items()}, stalled)
-    against = tuple(node.name for node in nodes if node.node == found.node)
-    why = Reason("launch.hung", {**failures[0].params, "finding": found.why})
+    hang = find_hang(views, {rank: node.node for rank, node in node_of.items()}, stalled)
+    against = tuple(node.name for node in nodes if node.node == hang.node)
+    why = Reason("launch.hung", {**failures[0].params, "finding": hang.why})
     return _End(_OWN_END if against else _HUNG, Outcome(failures[0].exit_code, "hang", why, against))
 
 

@@ -132,8 +132,8 @@ def _shared_cores(run: RunDir, attempt: int) -> Iterator[Evidence]:
     """Yield that the ranks of a node share CPU cores, from the inspection of the first node on which they do."""
     for path in sorted((run.attempt(attempt) / "preflight").glob("[!.]*.json")):
         reasons = map(reason_from, (undamaged_document(path) or {}).get("note_reasons", ()))
-        if (found := next((reason for reason in reasons if reason.code == "node.few-cores"), None)) is not None:
-            yield Evidence.because(path.stem, found)
+        if (note := next((reason for reason in reasons if reason.code == "node.few-cores"), None)) is not None:
+            yield Evidence.because(path.stem, note)
             return
 
 
@@ -215,13 +215,13 @@ def _failures(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
     """Yield the failures that ranks and nodes reported, except those that the attempt's reason already contains."""
     known = list(_parts(attempt.why))
     # The ranks of a node at a hang are compared with those of the other nodes: the attempt's reason has the result.
-    found = [each for each in read_failures(run, attempt.number) if each.why not in known and not each.ranks]
+    failures = [each for each in read_failures(run, attempt.number) if each.why not in known and not each.ranks]
     source = f"{_folder(attempt)}/failures"
-    for failure in found[:_MOST_FAILURES]:
+    for failure in failures[:_MOST_FAILURES]:
         who = failure.node if failure.rank is None else f"rank {failure.rank}"
         yield Evidence.because(source, Reason("launch.failure-of", {"who": who, "failure": failure.why}))
-    if len(found) > _MOST_FAILURES:
-        yield Evidence.because(source, Reason("launch.more-failures", {"count": len(found) - _MOST_FAILURES}))
+    if len(failures) > _MOST_FAILURES:
+        yield Evidence.because(source, Reason("launch.more-failures", {"count": len(failures) - _MOST_FAILURES}))
 
 
 def _parts(reason: Reason) -> Iterator[Reason]:
@@ -252,9 +252,9 @@ def _memory_report(run: RunDir, attempt: AttemptRecord, reason: ExitReason) -> I
 def _raised(run: RunDir, reason: ExitReason) -> Iterator[Evidence]:
     """Yield the raised findings of the diagnosis that explain the end, the most severe first."""
     codes = _EXPLAINED_BY.get(reason, ())
-    found = [each for each in raised_findings(read_events(run)).values() if each.reason.code.startswith(codes or "-")]
-    found.sort(key=lambda each: -SEVERITIES.index(each.severity))
-    for each in found[:_MOST_FINDINGS]:
+    raised = [each for each in raised_findings(read_events(run)).values() if each.reason.code.startswith(codes or "-")]
+    raised.sort(key=lambda each: -SEVERITIES.index(each.severity))
+    for each in raised[:_MOST_FINDINGS]:
         params = {"severity": each.severity, "finding": each.reason, "run": run.run_id}
         yield Evidence.because("events.jsonl", Reason("launch.raised-finding", params))
 

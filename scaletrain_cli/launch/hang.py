@@ -55,9 +55,9 @@ def find_hang(
     stuck = {view.rank for view, _ in inside}
     seen = [by_rank[rank] for rank in causes if rank in by_rank and rank not in stuck]
     if seen := seen or [view for view in views if not view.responded]:
-        found = _of_rank(_worst(seen), awaited, node_of)
+        hang = _of_rank(_worst(seen), awaited, node_of)
         # Ranks of several nodes, as when a storage system stalls: none of the nodes is to blame.
-        return dataclasses.replace(found, node=None) if len({node_of.get(view.rank) for view in seen}) > 1 else found
+        return dataclasses.replace(hang, node=None) if len({node_of.get(view.rank) for view in seen}) > 1 else hang
     if inside:
         return _of_network(*min(inside, key=_order), node_of, stalled)
     if causes:
@@ -138,10 +138,10 @@ def _of_silent_nodes(
 
 def _finding(code: str, cause: RankView, node_of: Mapping[int, str], **params: object) -> HangFinding:
     node = node_of.get(cause.rank)
-    found = {"rank": cause.rank, "node": node or "?", "phase": _phase(cause), "doing": _doing(cause), **params}
+    details = {"rank": cause.rank, "node": node or "?", "phase": _phase(cause), "doing": _doing(cause), **params}
     # In state D, and before it has its batch, a rank may wait for a network file system rather than for its node.
     waits = cause.phase == "step" and cause.part == 0 if cause.responded else cause.state == "D"
-    return HangFinding(Reason(code, found), cause.rank, None if waits else node)
+    return HangFinding(Reason(code, details), cause.rank, None if waits else node)
 
 
 def _doing(view: RankView) -> Reason:

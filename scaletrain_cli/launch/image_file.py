@@ -261,8 +261,8 @@ class Source:
     @property
     def cuda(self) -> str | None:
         """Return the CUDA version that torch is built for, such as ``12.8``; None if the files do not say it."""
-        found = next((self.packages[name] for name in _CUDA_PACKAGES if name in self.packages), None)
-        return None if found is None else ".".join(found.split(".")[:2])
+        version = next((self.packages[name] for name in _CUDA_PACKAGES if name in self.packages), None)
+        return None if version is None else ".".join(version.split(".")[:2])
 
 
 def find_source(path: Path) -> Source:
@@ -272,10 +272,10 @@ def find_source(path: Path) -> Source:
     cannot be used in an image, or contains a secret.
     """
     if path.is_dir():
-        found = next(((path / name, kind) for name, kind in _LOOKED_FOR if (path / name).is_file()), None)
-        if found is None:
+        chosen = next(((path / name, kind) for name, kind in _LOOKED_FOR if (path / name).is_file()), None)
+        if chosen is None:
             return Source("constraints", path)
-        file, kind = found
+        file, kind = chosen
     elif path.is_file():
         file, kind = path, _kind_of(path)
     else:
@@ -308,20 +308,20 @@ def _read(file: Path, kind: Kind) -> Source:
         return Source(kind, folder, ("uv.lock", "pyproject.toml"), packages, _OWN in installed)
     if kind == "pyproject":
         return Source(kind, folder, (file.name,), {}, _OWN in _project_dependencies(_text(file)))
-    found = tuple(_with_included(file.name, folder))
-    texts = {name: _text(folder / name) for name, _ in found}
+    files = tuple(_with_included(file.name, folder))
+    texts = {name: _text(folder / name) for name, _ in files}
     packages = {_name(name): version for text in texts.values() for name, version in _PINNED.findall(text)}
-    named = {_name(name) for file_name, installs in found if installs for name in _NAMED.findall(texts[file_name])}
+    named = {_name(name) for file_name, installs in files if installs for name in _NAMED.findall(texts[file_name])}
     return Source(kind, folder, tuple(texts), packages, _OWN in named)
 
 
 def _project_dependencies(text: str) -> set[str]:
     """Return the names in ``[project].dependencies`` of a pyproject.toml."""
     project = _PROJECT.search(text)
-    found = _DEPENDENCIES.search(project[1]) if project is not None else None
-    if found is None:
+    listed = _DEPENDENCIES.search(project[1]) if project is not None else None
+    if listed is None:
         return set()
-    strings = re.findall(rf"#[^\n]*|({_STRING})", found[1])
+    strings = re.findall(rf"#[^\n]*|({_STRING})", listed[1])
     return {_name(match[1]) for string in strings if (match := _NAMED.match(string[1:-1]))}
 
 
@@ -331,11 +331,11 @@ def _installed_by_lock(text: str, requested: Collection[str]) -> set[str]:
     left = set(requested)
     for block in text.split("[[package]]")[1:]:
         name, listed = _UV_NAME.search(block), _UV_DEPENDENCIES.search(block)
-        found = set(_UV_DEPENDENCY.findall(listed[1])) if listed is not None else set()
+        dependencies = set(_UV_DEPENDENCY.findall(listed[1])) if listed is not None else set()
         if _UV_ROOT.search(block):
-            left |= found
+            left |= dependencies
         elif name is not None:
-            needs.setdefault(name[1], set()).update(found)
+            needs.setdefault(name[1], set()).update(dependencies)
     installed: set[str] = set()
     while left:
         installed |= left

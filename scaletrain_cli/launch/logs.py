@@ -47,12 +47,12 @@ def log_files(run: RunDir, attempt: int | None = None, rank: int | None = None) 
         raise UsageError(Reason("runs.no-such-attempt" if numbers else "runs.no-attempts", params))
     if not numbers:
         return []
-    found = _files_of(run, attempt if attempt is not None else numbers[-1])
+    logs = _files_of(run, attempt if attempt is not None else numbers[-1])
     if rank is None:
-        return found
-    chosen = [file for file in found if file.rank == rank]
-    if found and not chosen:
-        params = {"run": run.run_id, "attempt": found[0].attempt, "rank": rank, "last": found[-1].rank}
+        return logs
+    chosen = [file for file in logs if file.rank == rank]
+    if logs and not chosen:
+        params = {"run": run.run_id, "attempt": logs[0].attempt, "rank": rank, "last": logs[-1].rank}
         raise UsageError(Reason("runs.no-such-rank", params))
     return chosen
 
@@ -128,15 +128,15 @@ class LogFollower:
 
     def new_lines(self, *, to_the_end: bool = False) -> list[LogLine]:
         """Return complete lines; with ``to_the_end`` also the last incomplete one."""
-        found = []
+        log_lines = []
         for number in self._run.attempts():
             if number >= self._first:
                 for file in _files_of(self._run, number):
                     if self._rank in (None, file.rank):
                         lines = _new_text(file.path, self._positions, to_the_end=to_the_end).split("\n")
                         lines = lines[:-1] if lines[-1] == "" else lines
-                        found += [LogLine(file, line.rstrip("\r")) for line in lines]
-        return found
+                        log_lines += [LogLine(file, line.rstrip("\r")) for line in lines]
+        return log_lines
 
 
 def _new_text(path: Path, positions: dict[Path, int], *, to_the_end: bool = False) -> str:
@@ -190,10 +190,10 @@ class EarlyOutput:
 
     def new_lines(self) -> list[tuple[str, str]]:
         """Return the pod and the text of each new line."""
-        found = []
+        lines = []
         for path in sorted(self._folder.glob("*.log")):
-            found += [(path.stem, line) for line in _new_text(path, self._read).splitlines()]
-        return found
+            lines += [(path.stem, line) for line in _new_text(path, self._read).splitlines()]
+        return lines
 
 
 def early_output(run: RunDir, since: Sequence[LogFile]) -> list[Path]:

@@ -190,14 +190,14 @@ def prepare_data(
 
 def sizes_of_datasets(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) -> dict[str, DataSize]:
     """Return the sizes of the sources among ``datasets`` by their names, but not of one that cannot be read."""
-    found = {}
+    sizes = {}
     names = {source.name for source in spec.data.all_sources}
     for entry in datasets:
         if entry["source"] in names:
             with contextlib.suppress(OSError, KeyError, ValueError):
                 document = read_document(runs_root / "datasets" / str(entry["folder"]) / DATASET) or {}
-                found[str(entry["source"])] = prepared_size(document, spec.training.objective, spec.units_per_sample)
-    return found
+                sizes[str(entry["source"])] = prepared_size(document, spec.training.objective, spec.units_per_sample)
+    return sizes
 
 
 def queue_preparation(spec: RunSpec, workers: int | None) -> tuple[PreparationJob, Path] | None:
@@ -244,22 +244,22 @@ def _unseen(spec: RunSpec, folder: Path) -> Reason | None:
 
 def _needs(spec: RunSpec, folder: Path) -> dict[str, str]:
     """Return the modules that the preparation of a spec imports, each with the name of its package."""
-    found = {name: name for name in NEEDS}
+    modules = {name: name for name in NEEDS}
     if spec.training.objective in LOSSES_OF or isinstance(spec.model, LlavaSpec):
-        found["PIL"] = "pillow"
+        modules["PIL"] = "pillow"
     paths = [path for _, path in spec.data_paths()]
     if SKLEARN_DIGITS in paths:
-        found["sklearn"] = "scikit-learn"
+        modules["sklearn"] = "scikit-learn"
     if any("://" in path and not is_reference(path) for path in paths):
-        found["obstore"] = "obstore"
+        modules["obstore"] = "obstore"
     formats = {spec.data.format, *(section.format for section in spec.data.all_sources)}
     if "parquet" in formats or any(_names_tables(path, folder) for path in paths):
-        found["pyarrow"] = "pyarrow"
+        modules["pyarrow"] = "pyarrow"
     if any(step.step == "language" for step in spec.data.prepare):
-        found["py3langid"] = "py3langid"
+        modules["py3langid"] = "py3langid"
     if any(step.step == "duplicates" and step.near for step in spec.data.prepare):
-        found["rensa"] = "rensa"
-    return found
+        modules["rensa"] = "rensa"
+    return modules
 
 
 def _names_tables(path: str, folder: Path) -> bool:

@@ -162,13 +162,13 @@ class PreparedSubmission:
         require_writable(self.root, "no run can be submitted")
         code, step = None if self.snapshot is None else self.snapshot.record, 0
         if self.branch is None:
-            found = self.backend.preflight(self.spec, self.plan)
+            preflight = self.backend.preflight(self.spec, self.plan)
         else:
             code, step = code or self.branch.parent.code, self.branch.checkpoint.step
-            found = self.backend.preflight(self.spec, self.plan, self.branch.run, code)
+            preflight = self.backend.preflight(self.spec, self.plan, self.branch.run, code)
         shared = shared_root_notes(self.root, prepares=not self.spec.code.own_program)
-        warnings = (*self.warnings, *found.warnings, *shared, *disk_space_notes(self.spec, self.plan, self.root))
-        return SubmissionSummary(self.spec, self.plan, found.start, step, warnings, code, self.sizes)
+        warnings = (*self.warnings, *preflight.warnings, *shared, *disk_space_notes(self.spec, self.plan, self.root))
+        return SubmissionSummary(self.spec, self.plan, preflight.start, step, warnings, code, self.sizes)
 
     def create(self, data: PreparedData, stored_secrets: Mapping[str, str] | None = None) -> CreatedRun:
         """Create the run directory with its data and return it, or that of the same run.

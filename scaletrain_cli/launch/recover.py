@@ -113,21 +113,21 @@ def recover(run: RunDir, scheduler: Backend | None = None, now: float | None = N
     record = read_record(run)
     if not record.spec.restarts.lost:
         return None
-    found = _due(run, record, scheduler, time.time() if now is None else now)
-    if found is None or found.state != "waiting" or found.after is not None:
-        return found
+    recovery = _due(run, record, scheduler, time.time() if now is None else now)
+    if recovery is None or recovery.state != "waiting" or recovery.after is not None:
+        return recovery
 
     is_still_lost = False
 
     def still_lost() -> None:
         nonlocal is_still_lost
         again = _due(run, read_record(run), scheduler, time.time() if now is None else now)
-        if again is None or again.state != "waiting" or again.after is not None or again.number != found.number:
+        if again is None or again.state != "waiting" or again.after is not None or again.number != recovery.number:
             raise _ChangedError
         is_still_lost = True
 
     try:
-        resumed = resume(run, scheduler=scheduler, automatic=found.number, check=still_lost)
+        resumed = resume(run, scheduler=scheduler, automatic=recovery.number, check=still_lost)
     except _ChangedError:
         return None
     except SchedulerSilentError:  # it may have the job; the next call finds it
@@ -136,8 +136,8 @@ def recover(run: RunDir, scheduler: Backend | None = None, now: float | None = N
         if isinstance(error, SchedulerError) and not is_still_lost:  # which the scheduler does not tell
             raise
         why = (error.reason if isinstance(error, ScaletrainError) else None) or recorded(str(error).rstrip("."))
-        return Recovery(run, "refused", why, found.number, found.allowed)
-    return Recovery(run, "resumed", found.why, found.number, found.allowed, resumed.submission.job_id)
+        return Recovery(run, "refused", why, recovery.number, recovery.allowed)
+    return Recovery(run, "resumed", recovery.why, recovery.number, recovery.allowed, resumed.submission.job_id)
 
 
 def _due(run: RunDir, record: RunRecord, scheduler: Backend | None, now: float) -> Recovery | None:
@@ -179,9 +179,9 @@ class Recoveries:
         return {"schema": "scaletrain.recover/v1", "runs": [one.to_json() for one in self.found], "errors": errors}
 
 
-def recover_runs(runs: Sequence[RunDir], on_found: Callable[[Recovery], None] = lambda found: None) -> Recoveries:
+def recover_runs(runs: Sequence[RunDir], on_found: Callable[[Recovery], None] = lambda recovery: None) -> Recoveries:
     """Resume those of the runs that are lost, as recover() does. Goes on after a run whose state is not known."""
-    found, errors = [], {}
+    recoveries, errors = [], {}
     for run in runs:
         try:
             one = recover(run)
@@ -190,15 +190,15 @@ def recover_runs(runs: Sequence[RunDir], on_found: Callable[[Recovery], None] = 
             continue
         if one is not None:
             on_found(one)
-            found.append(one)
-    return Recoveries(tuple(found), errors)
+            recoveries.append(one)
+    return Recoveries(tuple(recoveries), errors)
 
 
 def own_runs() -> list[RunDir]:
     """Return the runs of this user under the runs root; damaged ones and those of other users are left out."""
-    found = []
+    runs = []
     for run in list_runs():
         with contextlib.suppress(UsageError, OSError):
             if run.record.stat().st_uid == os.geteuid() and read_record(run).spec.restarts.lost:
-                found.append(run)
-    return found
+                runs.append(run)
+    return runs

@@ -46,11 +46,11 @@ def pruning(run: RunDir, keep: int | None, keep_every: int | None, *, dry_run: b
         every = own.keep_every if keep_every is None else keep_every
         folder = checkpoint_folder(run, record.spec)
         also_kept = steps_to_keep(run, folder, keep_best=own.keep_best, mirror_to=own.mirror.to)
-        found = plan_pruning(folder, own.keep if keep is None else keep, every, also_kept)
-        if found is None:
+        plan = plan_pruning(folder, own.keep if keep is None else keep, every, also_kept)
+        if plan is None:
             none = "none-valid" if committed_folders(folder) else "nothing"
             raise ScaletrainError(Reason(f"runs.prune-{none}", {"run": run.run_id, "folder": str(folder)}))
-        yield found
+        yield plan
 
 
 _LEFT = ".removed-"  # followed by the run id: a run directory that is being deleted, or whose deletion failed
@@ -89,10 +89,10 @@ def plan_removal(run: RunDir, *, with_checkpoints: bool) -> Removal:
     folder = checkpoint_folder(run, record.spec)
     outside = folder if folder != run.checkpoints and os.path.lexists(folder) else None
     if outside is not None and with_checkpoints:
-        found = outside.lstat()
-        if not stat.S_ISDIR(found.st_mode) or not outside.is_absolute():
+        status = outside.lstat()
+        if not stat.S_ISDIR(status.st_mode) or not outside.is_absolute():
             raise UsageError(Reason("runs.no-checkpoint-folder", {"folder": str(outside)}))
-        if found.st_uid not in (os.geteuid(), 0):
+        if status.st_uid not in (os.geteuid(), 0):
             raise UsageError(Reason("runs.checkpoints-of-other-user", {"folder": str(outside)}))
     stored = 0 if outside is None else tree_bytes(outside)
     return Removal(
@@ -106,22 +106,22 @@ def plan_removal(run: RunDir, *, with_checkpoints: bool) -> Removal:
     )
 
 
-def remove(found: Removal, *, with_checkpoints: bool) -> list[str]:
+def remove(removal: Removal, *, with_checkpoints: bool) -> list[str]:
     """Delete the run; return the names of the objects that were deleted in its cluster.
 
     Raises UsageError or SchedulerError, with nothing changed, if it was resumed meanwhile, and ScaletrainError if not
     everything could be deleted: its message names what is left.
     """
-    run = found.run
+    run = removal.run
     with submit_lock(run):  # prevents a resume meanwhile
         record = read_record(run)
         _require_over(run, record)
         objects = backend_for(record.spec.cluster.scheduler).remove_ended(run, record)
-        if found.checkpoints is not None and with_checkpoints:
-            _remove_checkpoints(found.checkpoints)
+        if removal.checkpoints is not None and with_checkpoints:
+            _remove_checkpoints(removal.checkpoints)
         doomed = run.path.with_name(f"{_LEFT}{run.run_id}-{secrets.token_hex(4)}")
         run.path.rename(doomed)
-        if _identity(doomed) != found.identity:
+        if _identity(doomed) != removal.identity:
             doomed.rename(run.path)
             raise UsageError(Reason("runs.replaced", {"folder": str(run.path)}))
     try:
@@ -139,10 +139,10 @@ def remove_leftovers(root: Path) -> None:
     """Delete the remains of this user's interrupted removals and submissions below a runs root."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(root):
-            found = entry.stat(follow_symlinks=False)
-            is_draft = _DRAFT_NAME.fullmatch(entry.name) and time.time() - found.st_mtime > _DRAFT_SECONDS
-            is_left = stat.S_ISDIR(found.st_mode) and (is_draft or _LEFT_NAME.fullmatch(entry.name))
-            if is_left and found.st_uid == os.geteuid():
+            status = entry.stat(follow_symlinks=False)
+            is_draft = _DRAFT_NAME.fullmatch(entry.name) and time.time() - status.st_mtime > _DRAFT_SECONDS
+            is_left = stat.S_ISDIR(status.st_mode) and (is_draft or _LEFT_NAME.fullmatch(entry.name))
+            if is_left and status.st_uid == os.geteuid():
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
@@ -152,16 +152,16 @@ def tree_bytes(folder: Path) -> int:
     for parent, folders, files in os.walk(folder, followlinks=False):
         for name in (*folders, *files):
             with contextlib.suppress(OSError):
-                found = os.lstat(os.path.join(parent, name))
-                if (found.st_dev, found.st_ino) not in seen:
-                    seen.add((found.st_dev, found.st_ino))
-                    total += found.st_blocks * 512
+                status = os.lstat(os.path.join(parent, name))
+                if (status.st_dev, status.st_ino) not in seen:
+                    seen.add((status.st_dev, status.st_ino))
+                    total += status.st_blocks * 512
     return total
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    found = folder.lstat()
-    return found.st_dev, found.st_ino
+    status = folder.lstat()
+    return status.st_dev, status.st_ino
 
 
 def _require_over(run: RunDir, record: RunRecord) -> None:

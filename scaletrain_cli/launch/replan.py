@@ -85,11 +85,11 @@ class Resize:
     @property
     def changes(self) -> dict[str, tuple[str, str]]:
         """Return the changed keys of the spec, and ``code``, each with its old and new value; empty if none changed."""
-        found = changed_keys(self.before.spec, self.spec)
+        changed = changed_keys(self.before.spec, self.spec)
         old, new = self.before.code, self.snapshot.record if self.snapshot is not None else None
         if new is not None and (old is None or old.sha256 != new.sha256):
-            found["code"] = (json.dumps(None if old is None else old.shown), json.dumps(new.shown))
-        return found
+            changed["code"] = (json.dumps(None if old is None else old.shown), json.dumps(new.shown))
+        return changed
 
     @property
     def schedule(self) -> "NewSchedule | None":

@@ -366,19 +366,19 @@ def _remember_bad_nodes(
     if kept is None or (is_cache and not decision.requeue):
         return
     kept = _FULL_CACHE_SECONDS if is_cache else kept
-    found = [
+    bad_nodes = [
         BadNode(name, outcome.reason, str(outcome.why), run.run_id, number, now, now + kept)
         for name in outcome.against
         if outcome.reason != "node" or down is None or name in down
     ]
-    if found:
+    if bad_nodes:
         with contextlib.suppress(OSError):  # informs later attempts; a failure must not change this decision
-            remember_bad_nodes(run.path.parent, found, now)
+            remember_bad_nodes(run.path.parent, bad_nodes, now)
 
 
 def _record(run: RunDir, attempt: AttemptRecord) -> None:
-    if attempt.reason == "hang" and isinstance(found := attempt.why.params.get("finding"), Reason):
-        named = {name: found.params.get(name) for name in ("node", "rank", "collective", "step")}
+    if attempt.reason == "hang" and isinstance(finding := attempt.why.params.get("finding"), Reason):
+        named = {name: finding.params.get(name) for name in ("node", "rank", "collective", "step")}
         record_event(run, "hang", attempt=attempt.number, message=attempt.message, **named, **attempt.why.to_document())
     decision = attempt.decision
     why = decision.reason if decision is not None else Reason("launch.watcher-gone")

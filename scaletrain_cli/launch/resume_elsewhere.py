@@ -49,9 +49,9 @@ def find_to_move(place: str, run_id: str, *, take_over: bool = False, root: Path
         place = os.path.abspath(place)  # the run's spec names it from now on
     if problem := place_problem(place):
         raise UsageError(Reason("mirror.no-place", {"place": place, "problem": problem.rstrip(".")}))
-    found = find_in_mirror(place, run_id)
-    owner, here = found.owner, RunDir(root / run_id)
-    is_over = found.activity.released
+    mirrored = find_in_mirror(place, run_id)
+    owner, here = mirrored.owner, RunDir(root / run_id)
+    is_over = mirrored.activity.released
     if os.path.lexists(here.path):
         own = own_claim(here)
         if own is None or own.token == owner.token:
@@ -61,10 +61,10 @@ def find_to_move(place: str, run_id: str, *, take_over: bool = False, root: Path
     drafted = own_claim(RunDir(draft_folder(root, run_id)))
     is_mine = drafted is not None and drafted.token == owner.token
     if not (take_over or is_mine or is_over):
-        seconds = max(0.0, time.time() - found.activity.time)
+        seconds = max(0.0, time.time() - mirrored.activity.time)
         params = {"run": run_id, "run_dir": owner.run_dir, "host": owner.host, "seconds": seconds}
         raise UsageError(Reason("mirror.active-elsewhere", params))
-    return found
+    return mirrored
 
 
 def _left_to_pods(run: RunDir) -> bool:
@@ -76,7 +76,7 @@ def _left_to_pods(run: RunDir) -> bool:
 
 
 def move_here(
-    found: FoundRun,
+    mirrored: FoundRun,
     *,
     root: Path | None = None,
     check: Callable[[RunDir], None] = lambda run: None,
@@ -88,20 +88,20 @@ def move_here(
     name. Attempts without an end get the one that their records show. Checkpoints are in the run directory from now on.
     """
     root = root or runs_root()
-    here = RunDir(root / found.run_id)
+    here = RunDir(root / mirrored.run_id)
     own = own_claim(here)
-    generation = found.owner.generation if own is None else own.generation  # None: of pods that were submitted here
-    aside = root / f".{found.run_id}.generation-{generation}"
+    generation = mirrored.owner.generation if own is None else own.generation  # None: of pods that were submitted here
+    aside = root / f".{mirrored.run_id}.generation-{generation}"
     notes: list[Reason] = []
 
     def prepare(draft: RunDir) -> None:
         notes.clear()  # of an earlier state of the mirror
         if own is None and here.path.exists() and read_document(here.record) != read_document(draft.record):
-            raise UsageError(Reason("mirror.exists-here", {"folder": str(here.path), "run": found.run_id}))
+            raise UsageError(Reason("mirror.exists-here", {"folder": str(here.path), "run": mirrored.run_id}))
         record = read_record(draft)  # a revision has the settings that differ here
         changes = ["checkpoint.dir=auto"] if record.spec.checkpoint.dir != "auto" else []
-        if found.place != record.spec.checkpoint.mirror.to:  # a copy of the mirror
-            changes.append(f"checkpoint.mirror.to={found.place}")
+        if mirrored.place != record.spec.checkpoint.mirror.to:  # a copy of the mirror
+            changes.append(f"checkpoint.mirror.to={mirrored.place}")
         if changes:
             spec = override_spec(record.spec, changes, file=str(draft.record))
             add_revision(draft, record, spec, record.plan, changes)
@@ -109,11 +109,11 @@ def move_here(
             notes.append(note)
         check(draft)
 
-    restored = replace(restore_run(found, root, check=prepare, aside=aside, on_bytes=on_bytes), notes=tuple(notes))
+    restored = replace(restore_run(mirrored, root, check=prepare, aside=aside, on_bytes=on_bytes), notes=tuple(notes))
     run, before = restored.run, restored.owner_before
     close_unended(run, read_record(run).spec)
-    known = {"from_host": before.host, "from_run_dir": before.run_dir, "generation": found.owner.generation + 1}
-    record_event(run, "moved", step=restored.checkpoint.step, to=found.place, **known)
+    known = {"from_host": before.host, "from_run_dir": before.run_dir, "generation": mirrored.owner.generation + 1}
+    record_event(run, "moved", step=restored.checkpoint.step, to=mirrored.place, **known)
     return restored
 
 
@@ -158,11 +158,11 @@ def complete_from_mirror(run: RunDir, record: RunRecord) -> bool:
     if to is None or own is None or own.from_step is None or read_restored(run)[0] == own.token:
         return False
     with store_variables(record.spec.env):
-        found = find_in_mirror(to, run.run_id)
-        if found.owner.token != own.token:
+        mirrored = find_in_mirror(to, run.run_id)
+        if mirrored.owner.token != own.token:
             return False  # the mirroring process finds the new owner, and stops the run
-        checkpoint = complete_run(found, run, own.from_step)
-    _record_move(run, record, found.claims[-2] if len(found.claims) > 1 else own, own.generation, checkpoint.step)
+        checkpoint = complete_run(mirrored, run, own.from_step)
+    _record_move(run, record, mirrored.claims[-2] if len(mirrored.claims) > 1 else own, own.generation, checkpoint.step)
     return True
 
 
@@ -188,7 +188,7 @@ def return_from_mirror(run: RunDir, record: RunRecord, documents: Path) -> bool:
     if own is not None and read_restored(run)[0] == own.token:
         return False  # this container was started again, and its volume is still there
     token = (read_document(documents / run.mirror_claim_file.name) or {}).get("token", "")
-    host, checkpoint, found = _host_of_pods(token), None, None
+    host, checkpoint, mirrored = _host_of_pods(token), None, None
     with store_variables(record.spec.env):
         store = open_store(to, run.run_id)
         claims = read_claims(store)
@@ -197,16 +197,16 @@ def return_from_mirror(run: RunDir, record: RunRecord, documents: Path) -> bool:
             mark_superseded(run, {"host": before.host, "run_dir": before.run_dir, "generation": before.generation})
             return False
         with contextlib.suppress(UsageError):  # before its first history
-            found = find_in_mirror(to, run.run_id)
-        steps = [] if found is None else [folder.step for folder in found.folders]
-        while found is not None and steps and checkpoint is None:
+            mirrored = find_in_mirror(to, run.run_id)
+        steps = [] if mirrored is None else [folder.step for folder in mirrored.folders]
+        while mirrored is not None and steps and checkpoint is None:
             try:
-                checkpoint = complete_run(found, run, steps.pop(0))
+                checkpoint = complete_run(mirrored, run, steps.pop(0))
             except MirrorError:  # the one before may be valid
                 if not steps:
                     raise
         step = checkpoint.step if checkpoint is not None else None if before is None else 0
-        history = None if found is None else found.index.name
+        history = None if mirrored is None else mirrored.index.name
         generation = 1 if before is None else before.generation + 1
         claim = replace(new_claim(run, generation, from_step=step, from_history=history), host=host)
         if not make_claim(store, run, claim):

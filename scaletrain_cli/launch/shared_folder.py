@@ -33,15 +33,15 @@ def is_of_one_machine(folder: Path) -> bool:
 
 def file_system(folder: Path, mounts: str) -> str:
     """Return the type of the file system that holds the folder; ``mounts`` is the text of /proc/self/mounts."""
-    found, longest = "", -1
+    kind, longest = "", -1
     for line in mounts.splitlines():
         fields = line.split(" ")
         if len(fields) < 3:
             continue
         point = Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[1]))
         if folder.is_relative_to(point) and len(point.parts) >= longest:  # the last mount at a point is visible
-            found, longest = fields[2], len(point.parts)
-    return found
+            kind, longest = fields[2], len(point.parts)
+    return kind
 
 
 def disk_space_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there: int = 0) -> list[Reason]:

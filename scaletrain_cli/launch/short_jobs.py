@@ -175,10 +175,10 @@ def run_rehearsal(
     write_spec_lines(made.run, spec)  # what the rehearsal sets is not from --set
     data.record(made.run)
     submit_run(made.run, made.record, scheduler, preparation_tasks=data.tasks)
-    found, complete = result_of(made.run, wait_for_end(made.run, scheduler, timeout_seconds, on_status), options)
-    measured = measure_rehearsal(made.run, found)
+    rehearsal, complete = result_of(made.run, wait_for_end(made.run, scheduler, timeout_seconds, on_status), options)
+    measured = measure_rehearsal(made.run, rehearsal)
     kept = None if measured is None else keep_measurement(measured)
-    return RehearsalResult(made.run, found, complete, time.monotonic() - began, kept)
+    return RehearsalResult(made.run, rehearsal, complete, time.monotonic() - began, kept)
 
 
 def result_of(run: RunDir, status: RunStatus, options: Options) -> tuple[Rehearsal, bool]:
@@ -186,18 +186,18 @@ def result_of(run: RunDir, status: RunStatus, options: Options) -> tuple[Rehears
 
     The item in which a job failed has failed; those after it were not reached.
     """
-    found = read_rehearsal(run) or _from_logs(run) or Rehearsal(run.run_id, time.time(), ())
+    trial = read_rehearsal(run) or _from_logs(run) or Rehearsal(run.run_id, time.time(), ())
     complete = status.state == "finished"
     if not complete:
         late = status.state == "cancelled"
         why = Reason("rehearsal.timed-out") if late else Reason("rehearsal.ended", {"why": status.reason})
         # before the first item: the data, the layout or the nodes were refused
-        broken = found.running or next((name for name in options.items if found.item(name) is None), options.items[-1])
-        left = [name for name in options.items if name != broken and found.item(name) is None]
+        broken = trial.running or next((name for name in options.items if trial.item(name) is None), options.items[-1])
+        left = [name for name in options.items if name != broken and trial.item(name) is None]
         skipped = [Item(name, "skipped", Reason("rehearsal.not-reached")) for name in left]
-        found = found.with_items([Item(broken, "failed", why), *skipped])
+        trial = trial.with_items([Item(broken, "failed", why), *skipped])
     lines = read_spec_lines(run)
-    located = Rehearsal(found.run_id, found.created, tuple(item.located(lines) for item in found.items), found.measured)
+    located = Rehearsal(trial.run_id, trial.created, tuple(item.located(lines) for item in trial.items), trial.measured)
     if read_rehearsal(run) is None or not complete:
         write_rehearsal(run, located)
     return located, complete

@@ -184,8 +184,8 @@ def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | UsageError]:
 def runs_in_states(runs: Sequence[RunDir], states: Collection[str]) -> list[RunDir]:
     """Return the runs in one of the states, in their order. Their whole status is read only for damaged ones."""
     if DAMAGED in states:
-        found = [DAMAGED if isinstance(each, UsageError) else each.state for each in run_statuses(runs)]
-        return [run for run, state in zip(runs, found, strict=True) if state in states]
+        current = [DAMAGED if isinstance(each, UsageError) else each.state for each in run_statuses(runs)]
+        return [run for run, state in zip(runs, current, strict=True) if state in states]
     settled = {run: _settled_state(run) for run in runs}
     others = [run for run in runs if settled[run] is None]
     for run, scheduler in zip(others, _schedulers(others), strict=True):
@@ -216,13 +216,13 @@ def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
         with contextlib.suppress(UsageError, OSError):  # its own row reports the damage
             if not has_finished(run, read_attempt(run, max(run.attempts(), default=0))):
                 open_runs.setdefault(read_record(run).spec.cluster.scheduler, []).append(run)
-    found: dict[RunDir, Backend] = {}
+    by_run: dict[RunDir, Backend] = {}
     for name, group in open_runs.items():
         if len(group) > 1:
             # Each row says that the back end is not installed here, or failed.
             with contextlib.suppress(SchedulerError), failures_of_plugin(name):
-                found |= dict.fromkeys(group, backend_for(name).prefetched(group))
-    return [found.get(run) for run in runs]
+                by_run |= dict.fromkeys(group, backend_for(name).prefetched(group))
+    return [by_run.get(run) for run in runs]
 
 
 def _status_or_error(run: RunDir, scheduler: Backend | None) -> RunStatus | UsageError:

@@ -450,8 +450,8 @@ class PlannedRun:
         """
         from scaletrain_cli.plan.reliability.node_sizes import usable_plans
 
-        found = usable_plans(self.sizes)
-        return found if len(found) > 1 else {}
+        plans = usable_plans(self.sizes)
+        return plans if len(plans) > 1 else {}
 
 
 def plan_run(spec: RunSpec, file: Path | str) -> PlannedRun:

@@ -209,8 +209,8 @@ def sweep_status(sweep: Sweep) -> SweepStatus:
 def refreshed_sweep_status(before: SweepStatus) -> SweepStatus:
     """Return the updated status; queries the scheduler only about runs that may have changed."""
     changing = [member.run for member in before.members if member.state not in (*OVER, "damaged")]
-    found = {member.run: member for member in _look(changing)}
-    return SweepStatus(before.sweep, tuple(found.get(member.run, member) for member in before.members))
+    by_run = {member.run: member for member in _look(changing)}
+    return SweepStatus(before.sweep, tuple(by_run.get(member.run, member) for member in before.members))
 
 
 def exit_code_of_all(members: Sequence[Member]) -> int:
@@ -240,6 +240,6 @@ def cancel_members(members: Sequence[Member], *, force: bool = False, trust_owne
 
 def _look(runs: Sequence[RunDir]) -> list[Member]:
     return [
-        Member(run, None, found.message) if isinstance(found, UsageError) else Member(run, found)
-        for run, found in zip(runs, run_statuses(runs), strict=True)
+        Member(run, None, status.message) if isinstance(status, UsageError) else Member(run, status)
+        for run, status in zip(runs, run_statuses(runs), strict=True)
     ]

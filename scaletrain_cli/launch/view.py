@@ -258,16 +258,16 @@ class Reading:
         while not self._ended.is_set():
             before = self.shown
             try:
-                found = self._read()
+                shown = self._read()
             except Exception as error:
                 self.failure = error
                 if before is None or not isinstance(error, UsageError | OSError):
                     self.shown = None
                     self.changed.set()
                     return
-                found = replace(before, problem=str(error))  # the run may be removed while it is watched
-            if before is None or found.differs_from(before):
-                self.shown = found
+                shown = replace(before, problem=str(error))  # the run may be removed while it is watched
+            if before is None or shown.differs_from(before):
+                self.shown = shown
                 self.changed.set()
             self._wake.wait(self._seconds)
             self._wake.clear()

@@ -88,13 +88,13 @@ def show_view(
     known = KnownRun(run, events_to_send(run))
     size = list(terminal_size()) if terminal else None
     # For the verb there: colors, the type of the terminal, and the local time of this machine.
-    found = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     if terminal and "TERM" in os.environ:
-        found["TERM"] = os.environ["TERM"]
+        environment["TERM"] = os.environ["TERM"]
     request = {
         "words": list(words),
         "terminal": size,
-        "environment": found | {"TZ": local_time_rule(os.environ.get("TZ"), _LOCAL_TIME)},
+        "environment": environment | {"TZ": local_time_rule(os.environ.get("TZ"), _LOCAL_TIME)},
         "identity": vars(Identity.of(record)),
         "run": known.document(run_status(run)),
     }

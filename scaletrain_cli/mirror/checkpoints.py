@@ -55,12 +55,12 @@ def identity_of(files: dict[str, FileDigest] | Iterable[tuple[str, FileDigest]])
 
 def list_folders(store: MirrorStore) -> list[MirroredFolder]:
     """Return all folders, by step and generation, also those without a manifest."""
-    found: dict[str, MirroredFolder] = {}
+    by_name: dict[str, MirroredFolder] = {}
     for name, stored in store.list(FOLDER).items():
         if match := _NAME.fullmatch(name):
-            folder = found.setdefault(match[1], MirroredFolder(match[1], int(match[2]), int(match[3]), match[4]))
+            folder = by_name.setdefault(match[1], MirroredFolder(match[1], int(match[2]), int(match[3]), match[4]))
             folder.files[match[5]] = stored
-    return sorted(found.values(), key=lambda folder: (folder.step, folder.generation, folder.identity))
+    return sorted(by_name.values(), key=lambda folder: (folder.step, folder.generation, folder.identity))
 
 
 def in_line(folders: Iterable[MirroredFolder], claims: Sequence[Claim]) -> list[MirroredFolder]:
@@ -68,12 +68,12 @@ def in_line(folders: Iterable[MirroredFolder], claims: Sequence[Claim]) -> list[
 
     Not those of a step after the one from which a later owner has continued: that owner trains these steps again.
     """
-    found = []
+    lineage = []
     for folder in folders:
         later = [claim.from_step for claim in claims if claim.generation > folder.generation]
         if folder.is_committed and all(step is None or folder.step <= step for step in later):
-            found.append(folder)
-    return found
+            lineage.append(folder)
+    return lineage
 
 
 def upload_checkpoint(
@@ -143,10 +143,10 @@ def read_mirrored(store: MirrorStore, folder: MirroredFolder) -> Checkpoint | De
     content = store.read(f"{folder.name}/{MANIFEST}")
     if content is None:
         return Defect("damaged", f"{folder.name}/{MANIFEST}: missing")
-    found = parse_manifest(content, checkpoint_path(Path(), folder.step))
-    if isinstance(found, Checkpoint) and identity_of(dict(found.files)) != folder.identity:
+    checkpoint = parse_manifest(content, checkpoint_path(Path(), folder.step))
+    if isinstance(checkpoint, Checkpoint) and identity_of(dict(checkpoint.files)) != folder.identity:
         return Defect("damaged", f"{folder.name}/{MANIFEST}: is the manifest of other files")
-    return found
+    return checkpoint
 
 
 def folders_to_delete(
@@ -171,8 +171,8 @@ def folders_to_delete(
 
 def _manifest(checkpoint: Checkpoint) -> bytes:
     """Return the manifest as it is now, which must still be that of the checkpoint. Raises LocalFileError."""
-    found = read_checkpoint(checkpoint.path)
-    if not isinstance(found, Checkpoint) or found.files != checkpoint.files:
+    current = read_checkpoint(checkpoint.path)
+    if not isinstance(current, Checkpoint) or current.files != checkpoint.files:
         raise LocalFileError(Reason("mirror.local-file-missing", {"file": str(checkpoint.path / MANIFEST)}))
     return (checkpoint.path / MANIFEST).read_bytes()
 

@@ -70,13 +70,13 @@ def read_claims(store: MirrorStore, known: Sequence[Claim] = ()) -> list[Claim]:
     Raises MirrorError for a damaged one, and errors of the store.
     """
     numbers = sorted(int(match[1]) for name in store.list(FOLDER) if (match := _NAME.fullmatch(name)))
-    found = [claim for claim in known if claim.generation in numbers]
-    for number in numbers[len(found) : _MOST_CLAIMS]:
+    claims = [claim for claim in known if claim.generation in numbers]
+    for number in numbers[len(claims) : _MOST_CLAIMS]:
         try:
-            found.append(typed(Claim, parse_json(store.read(_name(number)) or b"")))
+            claims.append(typed(Claim, parse_json(store.read(_name(number)) or b"")))
         except (ValueError, TypeError, LookupError) as error:
             raise MirrorError(Reason("mirror.claim-damaged", {"place": store.place, "claim": _name(number)})) from error
-    return found
+    return claims
 
 
 def make_claim(store: MirrorStore, run: RunDir, claim: Claim) -> bool:

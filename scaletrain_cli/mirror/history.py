@@ -67,8 +67,8 @@ class HistoryWriter:
         last = self._last
         if self._known is None:
             self._known = {PurePosixPath(name).name for name in self._store.list(_BLOBS)}
-            found = _numbers(self._store.list(_FOLDER))
-            newest = max((number for generation, number in found if generation == last.generation), default=0)
+            numbers = _numbers(self._store.list(_FOLDER))
+            newest = max((number for generation, number in numbers if generation == last.generation), default=0)
             last = self._last = Index(last.generation, newest, {})
         elif self._store.read(last.name) != self._content:
             raise MirrorError(Reason("mirror.other-volume", {"place": self._store.place}))

@@ -151,12 +151,12 @@ class ObjectStore:
 
     def _has(self, name: str, digest: FileDigest) -> bool:
         """Read a stored file and return whether it has this size and hash."""
-        file, found = find_file(self._path(name), self._seconds), hashlib.sha256()
+        file, hasher = find_file(self._path(name), self._seconds), hashlib.sha256()
         if file.size != digest.size:
             return False
         for start in range(0, file.size, _READ_BYTES):
-            found.update(read_range(file, start, min(file.size, start + _READ_BYTES), self._seconds))
-        return found.hexdigest() == digest.sha256
+            hasher.update(read_range(file, start, min(file.size, start + _READ_BYTES), self._seconds))
+        return hasher.hexdigest() == digest.sha256
 
     def _path(self, name: str) -> str:
         return f"{self.place}/{name}"

@@ -74,7 +74,7 @@ def find_in_mirror(place: str, run_id: str) -> FoundRun:
 
 
 def restore_run(
-    found: FoundRun,
+    mirrored: FoundRun,
     root: Path,
     *,
     check: Callable[[RunDir], None] = lambda run: None,
@@ -89,60 +89,60 @@ def restore_run(
     claim, this starts over. Raises MirrorError if no checkpoint is valid, if another place was faster, or if the mirror
     changes each time; what was received stays for another try.
     """
-    final, draft = RunDir(root / found.run_id), RunDir(draft_folder(root, found.run_id))
+    final, draft = RunDir(root / mirrored.run_id), RunDir(draft_folder(root, mirrored.run_id))
     make_folder(root)
     make_folder(draft.path)
     damaged: dict[str, str] = {}  # what is wrong with a folder
-    for _ in range(_MOST_STARTS + len(found.folders)):  # each may be damaged
-        received = _receive(found, draft, damaged, on_bytes)
-        before, found = found, _read_again(found)
-        if received is None or not _is_newest(received[0], found, damaged):
+    for _ in range(_MOST_STARTS + len(mirrored.folders)):  # each may be damaged
+        received = _receive(mirrored, draft, damaged, on_bytes)
+        before, mirrored = mirrored, _read_again(mirrored)
+        if received is None or not _is_newest(received[0], mirrored, damaged):
             continue
         folder, checkpoint = received
         try:
             shutil.rmtree(draft.path / "revisions", ignore_errors=True)  # of an earlier try
-            restore_history(found.store, found.index, draft.path)
+            restore_history(mirrored.store, mirrored.index, draft.path)
         except MirrorError:
-            before, found = found, _read_again(found)
-            if before.index.name == found.index.name:
+            before, mirrored = mirrored, _read_again(mirrored)
+            if before.index.name == mirrored.index.name:
                 raise
             continue
         check(draft)
-        before, found = found, _read_again(found)
-        if _is_newest(folder, found, damaged):
+        before, mirrored = mirrored, _read_again(mirrored)
+        if _is_newest(folder, mirrored, damaged):
             break
     else:
-        raise MirrorError(Reason("mirror.changes-meanwhile", {"run": found.run_id, "place": found.place}))
+        raise MirrorError(Reason("mirror.changes-meanwhile", {"run": mirrored.run_id, "place": mirrored.place}))
     (draft.path / _RECEIVED).unlink(missing_ok=True)
     mine = own_claim(draft)
-    if mine is None or mine.token != found.owner.token:  # else a process was killed after it had claimed the run
-        generation = found.owner.generation + 1
+    if mine is None or mine.token != mirrored.owner.token:  # else a process was killed after it had claimed the run
+        generation = mirrored.owner.generation + 1
         claim = new_claim(final, generation, from_step=checkpoint.step, from_history=before.index.name)
-        if not make_claim(found.store, draft, claim):
-            raise MirrorError(Reason("mirror.claimed-meanwhile", {"run": found.run_id, "place": found.place}))
+        if not make_claim(mirrored.store, draft, claim):
+            raise MirrorError(Reason("mirror.claimed-meanwhile", {"run": mirrored.run_id, "place": mirrored.place}))
     mark_complete(draft)
     if aside is not None and final.path.exists():
         final.path.rename(aside)
     draft.path.rename(final.path)
     restored = replace(checkpoint, path=checkpoint_path(final.checkpoints, checkpoint.step))
-    owner = found.claims[-2] if mine is not None and mine.token == found.owner.token else found.owner
+    owner = mirrored.claims[-2] if mine is not None and mine.token == mirrored.owner.token else mirrored.owner
     return Restored(final, restored, list(damaged.values()), owner)
 
 
 def _receive(
-    found: FoundRun, draft: RunDir, damaged: dict[str, str], on_bytes: Callable[[int, int], None]
+    mirrored: FoundRun, draft: RunDir, damaged: dict[str, str], on_bytes: Callable[[int, int], None]
 ) -> tuple[MirroredFolder, Checkpoint] | None:
     """Download the newest checkpoint that is not ``damaged``; return it with its folder.
 
     Return None if it is not valid: it is then in ``damaged``, unless its owner has deleted it. Raises MirrorError if
     none is left.
     """
-    folder = next((each for each in found.folders if each.name not in damaged), None)
+    folder = next((each for each in mirrored.folders if each.name not in damaged), None)
     if folder is None:
         problems = "; ".join([*damaged.values()][:_MOST_PROBLEMS_SHOWN]) or "none was completed"
-        params = {"place": found.place, "run": found.run_id, "problems": problems}
+        params = {"place": mirrored.place, "run": mirrored.run_id, "problems": problems}
         raise MirrorError(Reason("mirror.no-checkpoint", params))
-    read = read_mirrored(found.store, folder)
+    read = read_mirrored(mirrored.store, folder)
     problem = f"{folder.name}/{read}"
     if isinstance(read, Checkpoint):
         # What an earlier process received of another checkpoint goes.
@@ -159,46 +159,46 @@ def _receive(
 
         target = checkpoint_path(draft.checkpoints, read.step)
         try:
-            download_checkpoint(found.store, folder, read, target, advance)
+            download_checkpoint(mirrored.store, folder, read, target, advance)
             return folder, replace(read, path=target)
         except MirrorError as error:
             problem = str(error)
             shutil.rmtree(target, ignore_errors=True)
-    if any(each.name == folder.name and each.is_committed for each in list_folders(found.store)):
+    if any(each.name == folder.name and each.is_committed for each in list_folders(mirrored.store)):
         damaged[folder.name] = problem
     return None
 
 
-def _read_again(found: FoundRun) -> FoundRun:
+def _read_again(mirrored: FoundRun) -> FoundRun:
     """Return the run as it is in the mirror now. Raises MirrorError if another place has claimed it."""
-    fresh = find_in_mirror(found.place, found.run_id)
-    if fresh.owner.token != found.owner.token:
-        raise MirrorError(Reason("mirror.claimed-meanwhile", {"run": found.run_id, "place": found.place}))
+    fresh = find_in_mirror(mirrored.place, mirrored.run_id)
+    if fresh.owner.token != mirrored.owner.token:
+        raise MirrorError(Reason("mirror.claimed-meanwhile", {"run": mirrored.run_id, "place": mirrored.place}))
     return fresh
 
 
-def _is_newest(folder: MirroredFolder, found: FoundRun, damaged: Mapping[str, str]) -> bool:
+def _is_newest(folder: MirroredFolder, mirrored: FoundRun, damaged: Mapping[str, str]) -> bool:
     """Return whether no other checkpoint has to be tried first, and this one is still there."""
-    left = (each.name for each in found.folders if each.name not in damaged)
+    left = (each.name for each in mirrored.folders if each.name not in damaged)
     return next(left, None) == folder.name
 
 
-def complete_run(found: FoundRun, run: RunDir, step: int) -> Checkpoint:
+def complete_run(mirrored: FoundRun, run: RunDir, step: int) -> Checkpoint:
     """Download the checkpoint of ``step`` and the history into a run directory that owns the run already.
 
     Files that are there remain. Raises MirrorError if the checkpoint is not valid.
     """
-    for folder in found.folders:
+    for folder in mirrored.folders:
         if folder.step != step:
             continue
-        read = read_mirrored(found.store, folder)
+        read = read_mirrored(mirrored.store, folder)
         if not isinstance(read, Checkpoint):
             break
         target = checkpoint_path(run.checkpoints, step)
-        download_checkpoint(found.store, folder, read, target)  # before the history, which has attempts
-        restore_history(found.store, found.index, run.path, keep_existing=True)
+        download_checkpoint(mirrored.store, folder, read, target)  # before the history, which has attempts
+        restore_history(mirrored.store, mirrored.index, run.path, keep_existing=True)
         return replace(read, path=target)
-    params = {"place": found.place, "run": found.run_id, "problems": f"that of step {step} is not valid"}
+    params = {"place": mirrored.place, "run": mirrored.run_id, "problems": f"that of step {step} is not valid"}
     raise MirrorError(Reason("mirror.no-checkpoint", params))
 
 

@@ -74,12 +74,12 @@ class FolderStore:
 
     def list(self, folder: str) -> dict[str, Stored]:
         """Return all files below a folder by name, also drafts of writers that were killed."""
-        found: dict[str, Stored] = {}
+        files: dict[str, Stored] = {}
         for path in sorted((self._folder / folder).rglob("*")):
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file():
-                    found[path.relative_to(self._folder).as_posix()] = Stored(path.stat().st_size)
-        return found
+                    files[path.relative_to(self._folder).as_posix()] = Stored(path.stat().st_size)
+        return files
 
     def read(self, name: str) -> bytes | None:
         try:
@@ -193,13 +193,13 @@ class Throttle:
 def hashed_blocks(file: BinaryIO, path: Path, digest: FileDigest, throttle: Throttle) -> Iterator[bytes]:
     """Yield the blocks of an open file from its beginning. Raises LocalFileError at the end if its hash differs."""
     file.seek(0)
-    found, size = hashlib.sha256(), 0
+    hasher, size = hashlib.sha256(), 0
     while block := file.read(BLOCK_BYTES):
-        found.update(block)
+        hasher.update(block)
         size += len(block)
         throttle.take(len(block))
         yield block
-    if (size, found.hexdigest()) != (digest.size, digest.sha256):
+    if (size, hasher.hexdigest()) != (digest.size, digest.sha256):
         raise LocalFileError(Reason("mirror.local-file-damaged", {"file": str(path)}))
 
 

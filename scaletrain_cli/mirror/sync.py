@@ -115,7 +115,7 @@ class Mirror:
         if self._folders is None:
             self._folders = list_folders(self._store)
             read = {folder.name: read_mirrored(self._store, folder) for folder in self._line()}
-            self._clean = {name for name, found in read.items() if isinstance(found, Checkpoint) and found.clean}
+            self._clean = {name for name, stored in read.items() if isinstance(stored, Checkpoint) and stored.clean}
             self._describe()
         seen = self._names_here()
         self._drop_invalidated()
@@ -145,11 +145,11 @@ class Mirror:
         return not self._claims or time.monotonic() - self._looked >= _ACTIVITY_SECONDS
 
     def _names_here(self) -> tuple[tuple[str, int], ...]:
-        found = []
+        names = []
         for path in committed_folders(self._folder):
             with contextlib.suppress(OSError):
-                found.append((path.name, (path / MANIFEST).stat().st_mtime_ns))
-        return tuple(found)
+                names.append((path.name, (path / MANIFEST).stat().st_mtime_ns))
+        return tuple(names)
 
     @property
     def _generation(self) -> int:

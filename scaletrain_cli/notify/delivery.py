@@ -94,12 +94,12 @@ def deliver(notice: Notice, receiver: NotifySpec, origin: Origin, environment: M
     message = hide_values_in(message_of(notice, origin), secrets)
     try:
         if receiver.webhook is not None:
-            found = _post(message, receiver, environment)
+            delivery = _post(message, receiver, environment)
         else:
-            found = _run(message, receiver, environment)
+            delivery = _run(message, receiver, environment)
     except Exception as error:  # a receiver of the user's must not end what sends to it
-        found = Delivery(f"{type(error).__name__}: {error}")
-    return Delivery(hide_values(found.problem, secrets), found.is_final, found.retry_after)
+        delivery = Delivery(f"{type(error).__name__}: {error}")
+    return Delivery(hide_values(delivery.problem, secrets), delivery.is_final, delivery.retry_after)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -194,10 +194,10 @@ def _exit_code(pid: int, deadline: float) -> int | None:
     """Return the exit code of a child process; None, after it was killed with its session, at the deadline."""
     while True:
         try:
-            found, status = os.waitpid(pid, os.WNOHANG)
+            reaped, status = os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:  # this process reaps all children elsewhere
             return 0
-        if found:
+        if reaped:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() >= deadline:
             with contextlib.suppress(ProcessLookupError):

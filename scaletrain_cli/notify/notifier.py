@@ -48,9 +48,9 @@ def state_file(run: RunDir) -> Path:
 
 def read_receivers(run: RunDir) -> dict[str, Receiver]:
     """Return the receivers in the state file by name; those of another form are left out."""
-    found = (undamaged_document(state_file(run)) or {}).get("receivers")
+    recorded = (undamaged_document(state_file(run)) or {}).get("receivers")
     receivers: dict[str, Receiver] = {}
-    for name, data in found.items() if isinstance(found, dict) else ():
+    for name, data in recorded.items() if isinstance(recorded, dict) else ():
         with contextlib.suppress(TypeError, LookupError, ValueError):
             receiver: Receiver = typed(Receiver, data)
             receivers |= {name: receiver} if (receiver.read_bytes or 0) >= 0 else {}
@@ -119,7 +119,7 @@ class Notifier:
     def _next(self, receivers: Mapping[str, Receiver]) -> tuple[str, Pending, float] | None:
         """Return the receiver and the notification to be sent first, and its Unix time; None if there is none."""
         now = time.time()
-        found = [
+        waiting = [
             (
                 name,
                 pending,
@@ -133,7 +133,7 @@ class Notifier:
             for name, each in receivers.items()
             for pending in each.pending[:1]
         ]
-        return min(found, key=lambda one: one[2], default=None)
+        return min(waiting, key=lambda one: one[2], default=None)
 
     def _send(self, name: str, receiver: Receiver, pending: Pending) -> None:
         settings = self._settings[name]

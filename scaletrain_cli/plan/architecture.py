@@ -85,7 +85,7 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
 
 def _block(model: ModelSpec, parts: BlockParts, tensor: int, expert: int) -> Block:
     """Return the parameters that one rank holds of a block that consists of ``parts``."""
-    found: Counter[str] = Counter()
+    by_kind: Counter[str] = Counter()
     held = 0
     for each in block_tensors(model, parts):
         kind = "vectors"
@@ -95,9 +95,9 @@ def _block(model: ModelSpec, parts: BlockParts, tensor: int, expert: int) -> Blo
             kind = (
                 "router" if each.name == "mlp.gate.weight" else "mlp" if each.name.startswith("mlp.") else "attention"
             )
-        found[kind] += each.on_rank(tensor, expert)
-    of_expert = found["experts"] // held if held else 0
-    return Block(found["attention"], found["mlp"], found["router"], of_expert, held, found["vectors"])
+        by_kind[kind] += each.on_rank(tensor, expert)
+    of_expert = by_kind["experts"] // held if held else 0
+    return Block(by_kind["attention"], by_kind["mlp"], by_kind["router"], of_expert, held, by_kind["vectors"])
 
 
 def mamba_flops(model: ModelSpec) -> int:

@@ -112,9 +112,9 @@ def divisors(number: int) -> list[int]:
 @lru_cache(maxsize=4096)  # a search asks for the same few again and again
 def nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
     """Return the divisors of ``number`` nearest to ``wanted``, below (or equal) and above: one or two numbers."""
-    found = divisors(number) if number <= 10**12 else [1]
-    below = max((n for n in found if n <= wanted), default=1)
-    above = min((n for n in found if n > wanted), default=below)
+    factors = divisors(number) if number <= 10**12 else [1]
+    below = max((n for n in factors if n <= wanted), default=1)
+    above = min((n for n in factors if n > wanted), default=below)
     return (below,) if above == below else (below, above)
 
 

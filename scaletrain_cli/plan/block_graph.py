@@ -109,8 +109,8 @@ class BlockGraph(NamedTuple):
 def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
     """Return the layers of one block, by the names of the engine's modules; ``experts``: an MoE block."""
     experts = experts and model.num_experts > 0 and not model.has_fused_qkv
-    found = block_tensors(model, SPARSE_BLOCK if experts else DENSE_BLOCK)
-    tensors = {each.name.removesuffix(".weight"): each for each in found}
+    all_tensors = block_tensors(model, SPARSE_BLOCK if experts else DENSE_BLOCK)
+    tensors = {each.name.removesuffix(".weight"): each for each in all_tensors}
 
     def layers(*names: str) -> Iterator[Linear]:
         """Yield those of these layers that the block has; of routed experts, as many as a token takes."""

@@ -55,8 +55,8 @@ def data_size(spec: RunSpec) -> DataSize | None:
     try:
         if not is_seen(spec, source):
             return None
-        found = os.stat((spec.folder / expand_home(source)).absolute())
-        stamp = (found.st_mtime_ns, found.st_size)
+        status = os.stat((spec.folder / expand_home(source)).absolute())
+        stamp = (status.st_mtime_ns, status.st_size)
     except (OSError, ValueError):
         stamp = (0, 0)  # a glob, or nothing
     data, model = spec.data, spec.transformer
@@ -176,10 +176,10 @@ def _of_rows(files: tuple[Path, ...], objective: str, seq_len: int, packed: bool
 
 def _size_of_regular(path: Path) -> int:
     """Return the size of a file. Raises ValueError for a FIFO or device, and OSError."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"not a regular file: {path}")
-    return found.st_size
+    return status.st_size
 
 
 def _characters(value: Any) -> int:

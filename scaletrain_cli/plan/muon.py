@@ -50,22 +50,22 @@ def newton_schulz_flops(rows: int, columns: int, iterations: int) -> int:
 
 @lru_cache(maxsize=64)
 def _shapes_by_block(model: ModelSpec) -> tuple[Shapes, ...]:
-    found: list[Counter[tuple[int, int]]] = [Counter() for _ in range(model.num_hidden_layers)]
+    counters: list[Counter[tuple[int, int]]] = [Counter() for _ in range(model.num_hidden_layers)]
     dim = output_dim(model)
     for parameter in model_parameters(model):
         if parameter.block is not None and parameter.is_orthogonalized:
             for width in fused_widths(model, parameter.name) or (parameter.shape[dim],):
-                found[parameter.block][width, parameter.shape[1 - dim]] += 1
-    return tuple(tuple(counter.items()) for counter in found)
+                counters[parameter.block][width, parameter.shape[1 - dim]] += 1
+    return tuple(tuple(counter.items()) for counter in counters)
 
 
 @lru_cache(maxsize=1024)
 def orthogonalized_shapes(model: ModelSpec, start: int, blocks: int) -> Shapes:
     """Return the matrices that Muon orthogonalizes in ``blocks`` blocks of the whole model, from block ``start``."""
-    found: Counter[tuple[int, int]] = Counter()
+    counts: Counter[tuple[int, int]] = Counter()
     for shapes in _shapes_by_block(model)[start : start + blocks]:
-        found.update(dict(shapes))
-    return tuple(found.items())
+        counts.update(dict(shapes))
+    return tuple(counts.items())
 
 
 def muon_temporary_bytes(model: ModelSpec, settings: MuonSpec, layout: Layout, start: int, blocks: int) -> int:

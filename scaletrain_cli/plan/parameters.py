@@ -23,8 +23,8 @@ def model_parameters(model: AnyModel) -> tuple[Parameter, ...]:
         return tuple(_llava(model))
     if not isinstance(model, ModelSpec):
         return vision_parameters(model)
-    found = tuple(_parameters(model))
-    return found if model.adapter is None else tuple(_with_factors(model, found))
+    parameters = tuple(_parameters(model))
+    return parameters if model.adapter is None else tuple(_with_factors(model, parameters))
 
 
 def _llava(model: LlavaSpec) -> Iterator[Parameter]:

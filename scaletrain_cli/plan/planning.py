@@ -103,27 +103,27 @@ def plan_within(
         raise UsageError(Reason("plan.trainable-invalid", {"problems": 1}), (rule.problem(spec.where(rule.key)),))
     device = find_accelerator(spec.cluster)
     bounds = bounds or Bounds(spec, device, checkpointing_modes(spec)[0])
-    found = None if compared else search_near(spec, device, bounds, most_seconds)
-    if found is None:
+    outcome = None if compared else search_near(spec, device, bounds, most_seconds)
+    if outcome is None:
         counts = RejectionCounts()
         if not (all_axes := axes_to_try(spec, counts if counted else None)):
             raise does_not_divide(spec, division_problems(spec, resolve_axes(spec)))
-        found = search(spec, device, all_axes, counts, compared=compared, bounds=bounds, most_seconds=most_seconds)
-        if found.chosen is None and not found.too_slow:
-            found = search_splits(spec, device, counts, found, compared=compared, most_seconds=most_seconds)
-    if found.too_slow:
+        outcome = search(spec, device, all_axes, counts, compared=compared, bounds=bounds, most_seconds=most_seconds)
+        if outcome.chosen is None and not outcome.too_slow:
+            outcome = search_splits(spec, device, counts, outcome, compared=compared, most_seconds=most_seconds)
+    if outcome.too_slow:
         return None
-    if found.chosen is None:
-        least = evaluate(spec, smallest(found).layout, device)
-        raise does_not_fit(spec, device, _assemble(spec, device, least, found, compared, measurements))
-    return _assemble(spec, device, found.chosen, found, compared, measurements)
+    if outcome.chosen is None:
+        least = evaluate(spec, smallest(outcome).layout, device)
+        raise does_not_fit(spec, device, _assemble(spec, device, least, outcome, compared, measurements))
+    return _assemble(spec, device, outcome.chosen, outcome, compared, measurements)
 
 
 def _assemble(
     spec: RunSpec,
     device: Accelerator,
     chosen: Candidate,
-    found: Found,
+    outcome: Found,
     compared: bool,
     measurements: Measurements | None,
 ) -> RunPlan:
@@ -131,7 +131,7 @@ def _assemble(
     time = _with_reference_pass(spec, chosen.layout, chosen.time)
     known = measurements or Measurements()
     calibration = find_calibration(spec, size, chosen.layout, known.measured, known.machine)
-    others = alternatives(spec, device, found, chosen) if compared else ()
+    others = alternatives(spec, device, outcome, chosen) if compared else ()
     stages = workload_of(spec.model).training_stages(spec, chosen.layout, device)
     if calibration is not None:
         slower = time.step
@@ -150,8 +150,8 @@ def _assemble(
         durability=durability,
         cost=cost,
         alternatives=others,
-        rejected=found.rejected,
-        considered=found.considered,
+        rejected=outcome.rejected,
+        considered=outcome.considered,
         warnings=(
             *warnings(spec, chosen.layout, chosen.memory, time, durability, device),
             *_about_local_sgd(spec, chosen, device),

@@ -117,8 +117,8 @@ def find_error(errors: dict[str, Any], framework: str, regime: str, hardware: st
             quantiles = Quantiles(row["p10"], row["p50"], row["p90"])
             if measured != asked:
                 quantiles = widened(quantiles, errors["apart"])
-            found = MeasuredError(measured == asked, *asked, "published runs", *measured, *quantiles)
-            return replace(found, n=row["n"], sources=tuple(row["sources"]))
+            error = MeasuredError(measured == asked, *asked, "published runs", *measured, *quantiles)
+            return replace(error, n=row["n"], sources=tuple(row["sources"]))
     return None
 
 
@@ -167,8 +167,8 @@ def share_below(time: Time, error: Percentiles, seconds: float) -> float:
     and one that does not.
     """
     chance, unstalled = time.stall_probability, time.unstalled
-    found = (1 - chance) * _share_below(seconds / unstalled, error)
-    return found + (chance * _share_below(seconds / (unstalled + time.stall_seconds), error) if chance else 0.0)
+    share = (1 - chance) * _share_below(seconds / unstalled, error)
+    return share + (chance * _share_below(seconds / (unstalled + time.stall_seconds), error) if chance else 0.0)
 
 
 def _share_below(ratio: float, error: Percentiles) -> float:
@@ -191,26 +191,26 @@ def plan_ranges(
     kind = spec.planner.framework, regime_of(spec, layout), architecture_of(device)
     timed, held = (find_error(packaged_data(_ERRORS)[quantity], *kind) for quantity in ("time", "memory"))
     unknown = MeasuredError(False, *kind)
-    found = Ranges(_around_plan(timed or unknown), _around_plan(held or unknown))
+    ranges = Ranges(_around_plan(timed or unknown), _around_plan(held or unknown))
     if calibration is not None:
         step = Range(*(time.step * each / calibration.factor for each in (calibration.low, calibration.high)))
         own = replace(unknown, calibrated=True, basis="own runs", n=calibration.runs)
-        found = replace(found, time=replace(own, p10=step.p10 / time.step, p90=step.p90 / time.step))
+        ranges = replace(ranges, time=replace(own, p10=step.p10 / time.step, p90=step.p90 / time.step))
     elif timed is not None:
         step = step_range(time, timed)
     else:
         step = None
     if held is not None:
-        found = replace(found, peak_bytes=Range(memory.peak * found.memory.p10, memory.peak * found.memory.p90))
+        ranges = replace(ranges, peak_bytes=Range(memory.peak * ranges.memory.p10, memory.peak * ranges.memory.p90))
     if step is None:
-        return found
+        return ranges
     low, high = step.p10 / time.step, step.p90 / time.step
 
     def scaled(value: float | None) -> Range | None:
         return None if value is None else Range(low * value, high * value)
 
     return replace(
-        found,
+        ranges,
         step_seconds=step,
         to_train_seconds=scaled(time.to_train),
         wall_seconds=scaled(durability.wall_seconds),

@@ -112,8 +112,8 @@ def stages_of(
     """
     indices = range(stages) if stages <= MOST_STAGES else (0, 1, stages - 1)
     if model.num_hidden_layers <= MOST_BLOCKS or split:
-        found = stages_with(model, split or blocks_by_stage(model, stages))
-        return tuple(found[index] for index in indices)
+        all_stages = stages_with(model, split or blocks_by_stage(model, stages))
+        return tuple(all_stages[index] for index in indices)
     each, left = divmod(model.num_hidden_layers, stages)
     return tuple(
         _stage(model, index, each + (index < left), index * each + min(index, left), index == stages - 1)

@@ -163,14 +163,14 @@ def _stages(recipe: _Recipe) -> tuple[Stage, ...]:
 
 
 def _phases(recipe: _Recipe) -> tuple[Phase, ...]:
-    found: list[Phase] = []
+    phases: list[Phase] = []
     for first, last in _spans(recipe):
         settings = _settings(recipe, first)
-        if found and found[-1].settings == settings:
-            found[-1] = found[-1]._replace(last_step=last)
+        if phases and phases[-1].settings == settings:
+            phases[-1] = phases[-1]._replace(last_step=last)
         else:
-            found.append(Phase(first, last, settings))
-    return tuple(found)
+            phases.append(Phase(first, last, settings))
+    return tuple(phases)
 
 
 def _spans(recipe: _Recipe) -> Iterator[tuple[int, int]]:
@@ -183,15 +183,15 @@ def _spans(recipe: _Recipe) -> Iterator[tuple[int, int]]:
 
 def _settings(recipe: _Recipe, step: int) -> dict[str, Settings]:
     """Return the settings of the parameters that train at a step, in the order of the model."""
-    found: dict[str, Settings] = {}
+    settings: dict[str, Settings] = {}
     everything = not recipe.trainable and not has_adapter(recipe.model)
     deciding = _deciding(recipe, step)
     for parameter in model_parameters(recipe.model):
         if (number := deciding.get(parameter.name)) is not None:
-            found[parameter.name] = _settings_of(recipe, recipe.trainable[number], parameter)
+            settings[parameter.name] = _settings_of(recipe, recipe.trainable[number], parameter)
         elif (everything or parameter.adapter) and parameter.trains:
-            found[parameter.name] = _settings_of(recipe, None, parameter)
-    return found
+            settings[parameter.name] = _settings_of(recipe, None, parameter)
+    return settings
 
 
 @lru_cache(maxsize=64)
@@ -202,13 +202,13 @@ def _deciding(recipe: _Recipe, step: int) -> dict[str, int]:
         for number, group in enumerate(recipe.trainable)
         if group.start_step <= step and (group.end_step is None or step <= group.end_step)
     }
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for parameter in model_parameters(recipe.model) if active else ():
         for number, patterns in active.items() if parameter.trains else ():
             if any(fnmatchcase(parameter.name, pattern) for pattern in patterns):
-                found[parameter.name] = number
+                numbers[parameter.name] = number
                 break
-    return found
+    return numbers
 
 
 def _settings_of(recipe: _Recipe, group: TrainableGroup | None, parameter: Parameter) -> Settings:
@@ -261,8 +261,8 @@ def check_what_trains(spec: RunSpec) -> None:
 
 @lru_cache(maxsize=16)
 def _problems(recipe: _Recipe) -> tuple[Rule, ...]:
-    found = [rule for number, group in enumerate(recipe.trainable) for rule in _about_group(recipe, number, group)]
-    return tuple(found or _about_stages(recipe))
+    rules = [rule for number, group in enumerate(recipe.trainable) for rule in _about_group(recipe, number, group)]
+    return tuple(rules or _about_stages(recipe))
 
 
 def _about_group(recipe: _Recipe, number: int, group: TrainableGroup) -> Iterator[Rule]:

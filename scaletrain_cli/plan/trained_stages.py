@@ -76,12 +76,12 @@ class TrainedStage(NamedTuple):
         """Return the runs on one pipeline stage."""
         if not self.runs:
             return _whole_runs(model.block_runs(stage.start, stage.blocks), stage.start)
-        found, end = [], stage.start + stage.blocks
+        runs, end = [], stage.start + stage.blocks
         for run in self.runs:
             first, last = max(run.start, stage.start), min(run.start + run.blocks, end)
             if first < last:
-                found.append(run._replace(start=first, blocks=last - first))
-        return tuple(found)
+                runs.append(run._replace(start=first, blocks=last - first))
+        return tuple(runs)
 
 
 @lru_cache(maxsize=4096)
@@ -122,17 +122,17 @@ def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False)
         if name not in stage.since:
             return None
         settings = tuple(phase.settings[name] for phase in stage.phases)
-        found = numbers.setdefault((stage.since[name], settings), len(numbers))
+        group = numbers.setdefault((stage.since[name], settings), len(numbers))
         if settings[0].orthogonalized:
-            orthogonalized.add(found)
-        return found
+            orthogonalized.add(group)
+        return group
 
     opening: PartTensors = PartTensors((), ())
     closing: PartTensors = PartTensors((), ())
     blocks: list[PartTensors] = []
     for (place, _), members in groupby(model_parameters(model), key=lambda p: (p.place, p.block)):
-        found = list(engine_tensors(members))
-        part = PartTensors(tuple(tensor for tensor, _ in found), tuple(number(names) for _, names in found))
+        tensors = list(engine_tensors(members))
+        part = PartTensors(tuple(tensor for tensor, _ in tensors), tuple(number(names) for _, names in tensors))
         if place == "block":
             blocks.append(part)
         elif place == "embedding":

@@ -157,8 +157,8 @@ def _log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     stride = max(1, len(decades) // _TICKS)
     factors = (1.0, 2.0, 5.0) if len(decades) <= 3 else (1.0,)
-    found = [factor * 10.0**decade for decade in decades[::stride] for factor in factors]
-    ticks = [value for value in found if low <= value <= high]
+    values = [factor * 10.0**decade for decade in decades[::stride] for factor in factors]
+    ticks = [value for value in values if low <= value <= high]
     return ticks if len(ticks) >= 2 else _ticks(low, high)
 
 
@@ -278,16 +278,16 @@ def _flags(chart: Chart, span: Span) -> str:
     """Return the row of flags above a large chart: attempts, rollbacks, findings."""
     if not chart.is_large:
         return ""
-    found = {"attempt": "", "rollback": "↩", "spike": "▲", "finding": "!"}
+    symbols = {"attempt": "", "rollback": "↩", "spike": "▲", "finding": "!"}
     rows = []
     for axis in ("step", "time"):
         flags: list[str] = []
         before, beside = -1.0, 0
         for mark in sorted(chart.marks, key=lambda each: mark_place(each, span, axis) or 0.0):
-            place = mark_place(mark, span, axis) if mark["kind"] in found else None
+            place = mark_place(mark, span, axis) if mark["kind"] in symbols else None
             if place is None:
                 continue
-            text = f"{mark.get('attempt') or ''}" if mark["kind"] == "attempt" else found[mark["kind"]]
+            text = f"{mark.get('attempt') or ''}" if mark["kind"] == "attempt" else symbols[mark["kind"]]
             if mark["kind"] == "finding":
                 text = f"{mark['number']}"
             kind = f"{mark['kind']} {mark.get('severity', '')}".strip()
@@ -301,7 +301,7 @@ def _flags(chart: Chart, span: Span) -> str:
 
 def _cut_marks(chart: Chart, scale: _Scale, span: Span, axis: Axis) -> str:
     """Return triangles with the values that are above the scale: the greatest of each line."""
-    found: list[tuple[float, float, str]] = []
+    peaks: list[tuple[float, float, str]] = []
     for line in chart.lines:
         places = _x_positions(line, span, axis)
         beyond = [
@@ -310,10 +310,10 @@ def _cut_marks(chart: Chart, scale: _Scale, span: Span, axis: Axis) -> str:
             if top is not None and x is not None and top > scale.high
         ]
         if beyond:
-            found.append((*max(beyond), line.name))
+            peaks.append((*max(beyond), line.name))
     shown: list[float] = []
     marks = []
-    for top, x, name in sorted(found, reverse=True):
+    for top, x, name in sorted(peaks, reverse=True):
         if all(abs(x - other) > 0.12 for other in shown):
             shown.append(x)
             text, side = value_text(top, chart.unit), " left" if x > 0.9 else ""
@@ -375,7 +375,7 @@ def _values_table(chart: Chart) -> str:
 def span_of(tables: Iterable[tuple[Sequence[int], Sequence[float | None]]], origin: float | None = None) -> Span:
     """Return the span of several tables of steps and times."""
     known = list(tables)
-    ends = [step for found, _ in known if found for step in (found[0], found[-1])]
-    times = [at for _, found in known for at in found if at is not None]
+    ends = [step for steps, _ in known if steps for step in (steps[0], steps[-1])]
+    times = [at for _, moments in known for at in moments if at is not None]
     start = min([*times, *([] if origin is None else [origin])], default=0.0)
     return Span(min([0, *ends]), max(ends, default=1), start, max(times, default=start) - start)

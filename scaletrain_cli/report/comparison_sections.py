@@ -237,8 +237,8 @@ def _best_points(report: Mapping[str, Any], order: Sequence[str]) -> Iterator[st
     ]
     if rows:
         titles = ["", *(parameter["key"] for parameter in parameters), _measure(report), "state", "cost", "run"]
-        found = table(titles, rows, "n" * (2 + len(parameters)) + "tnl")
-        yield f"<section id='best'><h2>Best points</h2>{found}</section>"
+        listing = table(titles, rows, "n" * (2 + len(parameters)) + "tnl")
+        yield f"<section id='best'><h2>Best points</h2>{listing}</section>"
 
 
 def _parallel(report: Mapping[str, Any], order: Sequence[str]) -> Iterator[str]:
@@ -336,30 +336,30 @@ def read_report(runs: Sequence[RunDir], sweep: Sweep | None = None) -> dict[str,
     if len(runs) > MOST_RUNS:
         raise UsageError(Reason("report.many-runs", {"runs": len(runs), "most": MOST_RUNS}))
     bins = MOST_BINS if len(runs) == 1 else max(_FEWEST_BINS, min(MOST_BINS // 2, _POINTS // len(runs)))
-    found: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     damaged: list[dict[str, str]] = []
     for run in runs:
         try:
-            found.append(read_run_report(run, most_bins=bins))
+            reports.append(read_run_report(run, most_bins=bins))
         except UsageError as error:
-            if sweep is None and run == runs[-1] and not found:
+            if sweep is None and run == runs[-1] and not reports:
                 raise
             damaged.append({"run_id": run.run_id, "text": error.message})
-    trained = [run for run in found if run["curves"]["kept"]["step"]]
+    trained = [run for run in reports if run["curves"]["kept"]["step"]]
     validated = all(run["status"]["validation_loss"] is not None for run in trained)
-    measure = "validation_loss" if found and validated else "loss"
-    specs = [{row["key"]: row["value"] for row in run["spec"]["keys"]} for run in found]
+    measure = "validation_loss" if reports and validated else "loss"
+    specs = [{row["key"]: row["value"] for row in run["spec"]["keys"]} for run in reports]
     keys = dict.fromkeys(key for spec in specs for key in spec if key != "name")
     rows = [{"key": key, "values": [spec.get(key) for spec in specs]} for key in keys]
     return {
         "schema": SCHEMA,
         "made": time.time(),
-        "runs": found,
+        "runs": reports,
         "damaged": damaged,
         # keys whose values differ, None where a spec lacks the key
         "differences": [row for row in rows if any(value != row["values"][0] for value in row["values"])],
         "measure": measure,
-        "final": {run["run_id"]: _final(run, measure) for run in found},
+        "final": {run["run_id"]: _final(run, measure) for run in reports},
         "sweep": None if sweep is None else _sweep(sweep, runs),
     }
 
@@ -373,8 +373,8 @@ def ranked(report: Mapping[str, Any]) -> list[str]:
 def _final(run: Mapping[str, Any], measure: str) -> float | None:
     """Return the last validation loss, or the median of the last 20 points of the training loss."""
     if measure == "validation_loss":
-        found = run["status"]["validation_loss"]
-        return found if isinstance(found, float) else None
+        loss = run["status"]["validation_loss"]
+        return loss if isinstance(loss, float) else None
     means = [value for value in run["curves"]["kept"]["columns"].get("loss", {"mean": []})["mean"] if value is not None]
     return statistics.median(means[-_LAST_VALUES:]) if means else None
 

@@ -88,11 +88,11 @@ def read_curves(path: Path, events: Sequence[Mapping[str, Any]], *, most_bins: i
     few = kept[:: max(1, len(kept) // 2000)]
     sources = sorted({key for row in few for key in row.values if key.startswith(_SOURCE_LOSS)})
     names = [name for name in (*COLUMNS, *sources) if any(number_in(row.values.get(name)) is not None for row in few)]
-    found = [validations[step] for step in sorted(validations)]
+    ordered = [validations[step] for step in sorted(validations)]
     return Curves(
         kept=_table(_latest(kept), names, most_bins),
         undone=[_table(sorted(rows, key=lambda row: row.step), names, _MOST_UNDONE) for rows in undone],
-        validations=found[:: max(1, math.ceil(len(found) / most_bins))],
+        validations=ordered[:: max(1, math.ceil(len(ordered) / most_bins))],
         rows_read=read,
         every_row_read=is_whole,
     )
@@ -130,8 +130,8 @@ def _rows(file: BinaryIO, start: int, end: int, size: int) -> Iterator[_Row]:
         stride = max(1, len(lines) // _ROWS_OF_PIECE)
         extremes = set[bytes]()  # lines with the least and the greatest loss, gradient norm and step time
         for pattern in _EXTREMES if stride > 1 else ():
-            found = sorted(pattern.finditer(whole), key=lambda match: float(match[1]))
-            for match in {*found[:1], *found[-1:]}:
+            matches = sorted(pattern.finditer(whole), key=lambda match: float(match[1]))
+            for match in {*matches[:1], *matches[-1:]}:
                 extremes.add(whole[whole.rfind(b"\n", 0, match.start()) + 1 :].partition(b"\n")[0])
         regular = lines[::stride]
         validated = _with(whole, _VALIDATED) if stride > 1 else []
@@ -140,14 +140,14 @@ def _rows(file: BinaryIO, start: int, end: int, size: int) -> Iterator[_Row]:
 
 def _with(data: bytes, text: bytes) -> list[bytes]:
     """Return the lines that contain a text."""
-    found: list[bytes] = []
+    lines: list[bytes] = []
     at = data.find(text)
-    while at >= 0 and len(found) < _MOST_VALIDATIONS:
+    while at >= 0 and len(lines) < _MOST_VALIDATIONS:
         end = data.find(b"\n", at)
         end = len(data) if end < 0 else end
-        found.append(data[data.rfind(b"\n", 0, at) + 1 : end])
+        lines.append(data[data.rfind(b"\n", 0, at) + 1 : end])
         at = data.find(text, end)
-    return found
+    return lines
 
 
 def _decoded(lines: Sequence[bytes], extremes: set[bytes]) -> Iterator[_Row]:
@@ -175,13 +175,13 @@ def _validation(row: _Row) -> dict[str, Any]:
 
 def _latest(rows: Sequence[_Row]) -> list[_Row]:
     """Return sorted rows without earlier ones of the same step, which a later attempt has trained again."""
-    found: list[_Row] = []
+    latest: list[_Row] = []
     for row in rows:
-        if found and found[-1].step == row.step:
-            found[-1] = row
+        if latest and latest[-1].step == row.step:
+            latest[-1] = row
         else:
-            found.append(row)
-    return found
+            latest.append(row)
+    return latest
 
 
 def _table(rows: Sequence[_Row], names: Sequence[str], most_bins: int) -> dict[str, Any]:

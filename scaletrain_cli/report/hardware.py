@@ -82,20 +82,20 @@ def _curves(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
     layers: dict[str, dict[str, Any]] = {}
     for attempt in run.attempts()[-_MOST_ATTEMPTS:]:
-        found = read_telemetry(run, attempt=attempt, most_nodes=_NODES_OF_CURVES)
-        for name, series in found.layers.items():
+        telemetry = read_telemetry(run, attempt=attempt, most_nodes=_NODES_OF_CURVES)
+        for name, series in telemetry.layers.items():
             layers[name] = _latest(name, Recent(series), _LAYER_COLUMNS, ())
-        subjects = {f"rank {rank}": series for rank, series in found.ranks.items()}
-        first = [found.ranks[min(found.ranks)]] if found.ranks else []
+        subjects = {f"rank {rank}": series for rank, series in telemetry.ranks.items()}
+        first = [telemetry.ranks[min(telemetry.ranks)]] if telemetry.ranks else []
         for key, name, series, column in (
             *(("memory", name, series, "memory_bytes") for name, series in _some(subjects)),
             *(("own", name, series, "own_seconds") for name, series in _some(subjects)),
             *(("causes", part.removesuffix("_seconds"), series, part) for part in STEP_PARTS for series in first),
             *(("noise", "noise scale", series, "noise_scale") for series in first),
-            *(("use", name, series, "utilization") for name, series in _some(found.gpus)),
-            *(("clocks", name, series, "sm_clock_hertz") for name, series in _some(found.gpus)),
-            *(("heat", name, series, "temperature_celsius") for name, series in _some(found.gpus)),
-            *(("layers", name, series, "gradient_norm") for name, series in _some(found.layers)),
+            *(("use", name, series, "utilization") for name, series in _some(telemetry.gpus)),
+            *(("clocks", name, series, "sm_clock_hertz") for name, series in _some(telemetry.gpus)),
+            *(("heat", name, series, "temperature_celsius") for name, series in _some(telemetry.gpus)),
+            *(("layers", name, series, "gradient_norm") for name, series in _some(telemetry.layers)),
         ):
             if points := _points(series, column, attempt):
                 lines.setdefault((key, name), []).append(points)
@@ -103,7 +103,7 @@ def _curves(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     for (key, name), parts in lines.items():
         joined = {field: [value for part in parts for value in part[field]] for field in parts[0]}
         charts.setdefault(key, []).append({"name": name, **joined})
-    return [{"key": key, "lines": found} for key, found in charts.items()], list(layers.values())[:256]
+    return [{"key": key, "lines": curves} for key, curves in charts.items()], list(layers.values())[:256]
 
 
 def _some(subjects: Mapping[str, Series]) -> Iterable[tuple[str, Series]]:
@@ -118,7 +118,7 @@ def _points(series: Series, column: str, attempt: int) -> dict[str, list[Any]] |
     if column not in series.mean or all(value != value for value in series.mean[column]):
         return None
     size = max(1, math.ceil(len(series.times) / _MOST_POINTS))
-    found: dict[str, list[Any]] = {"step": [], "time": [], "attempt": [], "mean": [], "low": [], "high": []}
+    points: dict[str, list[Any]] = {"step": [], "time": [], "attempt": [], "mean": [], "low": [], "high": []}
     for start in range(0, len(series.times), size):
         group = range(start, min(start + size, len(series.times)))
         known = [at for at in group if math.isfinite(series.mean[column][at])]
@@ -126,13 +126,13 @@ def _points(series: Series, column: str, attempt: int) -> dict[str, list[Any]] |
             continue
         total = sum(series.counts[at] for at in known)
         mean = sum(series.mean[column][at] * series.counts[at] for at in known) / max(1, total)
-        found["step"].append(series.steps[group[-1]])
-        found["time"].append(series.times[group[-1]])
-        found["attempt"].append(attempt)
-        found["mean"].append(float(f"{mean:.6g}"))
-        found["low"].append(float(f"{min(series.lowest[column][at] for at in known):.6g}"))
-        found["high"].append(float(f"{max(series.highest[column][at] for at in known):.6g}"))
-    return found
+        points["step"].append(series.steps[group[-1]])
+        points["time"].append(series.times[group[-1]])
+        points["attempt"].append(attempt)
+        points["mean"].append(float(f"{mean:.6g}"))
+        points["low"].append(float(f"{min(series.lowest[column][at] for at in known):.6g}"))
+        points["high"].append(float(f"{max(series.highest[column][at] for at in known):.6g}"))
+    return points
 
 
 _CHARTS = {
@@ -150,12 +150,12 @@ _UNITS = ("bytes_per_second", "bytes", "seconds", "hertz", "celsius", "watts")  
 
 def hardware_section(run: Mapping[str, Any], span: Span | None, tables: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the charts and tables. ``span``: of the other charts; ``tables``: the data of the page's script."""
-    found = run["hardware"]
-    if found is None:
+    hardware = run["hardware"]
+    if hardware is None:
         return
     marks = [mark for mark in run["marks"] if mark["kind"] in ("attempt", "rollback")]
     if span is not None:
-        figures = [_figure(each, span, marks, run["planned"], tables) for each in found["curves"]]
+        figures = [_figure(each, span, marks, run["planned"], tables) for each in hardware["curves"]]
         yield f'<div class="charts">{"".join(figures)}</div>'
     for key, title, count in (
         ("ranks", "rank", "rank_count"),
@@ -163,14 +163,14 @@ def hardware_section(run: Mapping[str, Any], span: Span | None, tables: list[dic
         ("nodes", "node", None),
         ("layers", "layer", None),
     ):
-        rows = found[key]
+        rows = hardware[key]
         if rows:
-            total = found[count] if count else len(rows)
+            total = hardware[count] if count else len(rows)
             shown = f", {len(rows)} of {total:,} shown" if total > len(rows) else ""
             yield details(
                 f"{counted(total, title)}: latest figures{shown}", _table(title, rows), is_open=len(rows) <= 16
             )
-    if not found["is_whole"]:
+    if not hardware["is_whole"]:
         yield "<p class='soft'>Of very many nodes, 64 at equal distances were read.</p>"
 
 

@@ -177,12 +177,12 @@ def _marks(events: Sequence[Mapping[str, Any]], diagnosis: Diagnosis) -> list[di
 
 def _attempts(run: RunDir, attempts: Sequence[AttemptRecord], now: float, *, over: bool) -> list[dict[str, Any]]:
     """Return the attempts with their ends and the seconds of their ledgers."""
-    found = []
+    entries = []
     for attempt, after in itertools.zip_longest(attempts, attempts[1:]):
         ledger = read_ledger(run, attempt.number)
         known = max(attempt.started, ledger.updated) if ledger is not None else attempt.started
         until = attempt.ended if attempt.ended is not None else known if over or after is not None else now
-        found.append(
+        entries.append(
             {
                 "number": attempt.number,
                 "job_id": attempt.job_id,
@@ -201,7 +201,7 @@ def _attempts(run: RunDir, attempts: Sequence[AttemptRecord], now: float, *, ove
                 "seconds": {} if ledger is None else dict(ledger.seconds),
             }
         )
-    return found
+    return entries
 
 
 def _nodes(run: RunDir, attempts: Sequence[AttemptRecord], now: float) -> dict[str, Any]:
@@ -326,9 +326,9 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dic
 
 def _flat_document(document: Mapping[str, Any]) -> dict[str, Any]:
     spec, plan = document.get("spec"), document.get("plan")
-    found = dict(_leaves("", spec)) if isinstance(spec, dict) else {}
+    flat = dict(_leaves("", spec)) if isinstance(spec, dict) else {}
     layout = plan.get("layout") if isinstance(plan, dict) else None
-    return found | ({f"{_LAYOUT}{key}": value for key, value in layout.items()} if isinstance(layout, dict) else {})
+    return flat | ({f"{_LAYOUT}{key}": value for key, value in layout.items()} if isinstance(layout, dict) else {})
 
 
 def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
@@ -372,11 +372,11 @@ def compared_figures(view: RunView) -> list[Compared]:
     case, figures, hardware = view.case, view.figures, view.hardware
     by_rank = {} if hardware is None else dict(hardware.step_parts)
     fullest = None if hardware is None or hardware.memory is None else hardware.memory.highest
-    found = [*_memory(case, fullest), *_step(case, figures, by_rank), *_throughput(case, view.status)]
+    compared = [*_memory(case, fullest), *_step(case, figures, by_rank), *_throughput(case, view.status)]
     goodput = None if case.goodput is None else case.goodput.share
-    found += [*_cost(case, figures), *_checkpoints(case)]
-    found.append(Compared("goodput", "goodput", "share", case.plan.durability.expected_goodput, goodput))
-    return [each for each in found if each.planned is not None or each.measured is not None]
+    compared += [*_cost(case, figures), *_checkpoints(case)]
+    compared.append(Compared("goodput", "goodput", "share", case.plan.durability.expected_goodput, goodput))
+    return [each for each in compared if each.planned is not None or each.measured is not None]
 
 
 def _memory(case: Case, fullest: float | None) -> Iterator[Compared]:

@@ -161,11 +161,11 @@ def profiles_section(run: Mapping[str, Any]) -> Iterator[str]:
             [
                 label(name),
                 safe(value_text(planned.get(name), "seconds")),
-                safe(value_text(found["median"], "seconds")),
-                percent_text(found["median"] / whole) if whole else "",
+                safe(value_text(spread["median"], "seconds")),
+                percent_text(spread["median"] / whole) if whole else "",
             ]
-            for name, found in sorted(measured.items(), key=lambda pair: -pair[1]["median"])
-            if found["median"] or planned.get(name)
+            for name, spread in sorted(measured.items(), key=lambda pair: -pair[1]["median"])
+            if spread["median"] or planned.get(name)
         ]
         if rows:
             yield table(["cause", "planned", "measured", "share"], rows, "lnnn", "Seconds of a step")

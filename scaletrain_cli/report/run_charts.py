@@ -67,15 +67,15 @@ _NAMES = {
 
 def line_of(table: Mapping[str, Any], column: str, name: str, color: str, number: int | None, **more: Any) -> Line:
     """Return the line of a column; without values if the run does not measure it."""
-    found = table["columns"].get(column, {"mean": [None] * len(table["step"])})
+    curve = table["columns"].get(column, {"mean": [None] * len(table["step"])})
     return Line(
         name=name,
         color=color,
         steps=table["step"],
         times=table["time"],
-        values=found["mean"],
-        low=found.get("low", ()),
-        high=found.get("high", ()),
+        values=curve["mean"],
+        low=curve.get("low", ()),
+        high=curve.get("high", ()),
         parts=table["attempt"],
         data=None if number is None else (number, column),
         **more,

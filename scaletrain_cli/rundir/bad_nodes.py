@@ -54,11 +54,11 @@ def read_bad_nodes(root: Path, now: float) -> list[BadNode]:
     return sorted((node for node in nodes if node.expires > now), key=lambda node: -node.time)
 
 
-def remember_bad_nodes(root: Path, found: Sequence[BadNode], now: float) -> None:
+def remember_bad_nodes(root: Path, nodes: Sequence[BadNode], now: float) -> None:
     """Add evidence; newer evidence never shortens the exclusion of a node. Raises OSError."""
     with _lock(root):
         known = {node.node: node for node in read_bad_nodes(root, now)}
-        for node in found:
+        for node in nodes:
             expires = max(node.expires, known.get(node.node, node).expires)
             known[node.node] = dataclasses.replace(node, expires=expires)
         _write(root, known.values())

@@ -83,8 +83,8 @@ def find_defects(checkpoint: Checkpoint, names: Collection[str] | None = None) -
 
     chosen = sorted(checkpoint.files if names is None else names)
     with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:  # hashing and reading release the interpreter lock
-        found = threads.map(lambda name: _defect_of(checkpoint.path / name, checkpoint.files[name]), chosen)
-        return {name: defect for name, defect in zip(chosen, found, strict=True) if defect is not None}
+        defects = threads.map(lambda name: _defect_of(checkpoint.path / name, checkpoint.files[name]), chosen)
+        return {name: defect for name, defect in zip(chosen, defects, strict=True) if defect is not None}
 
 
 def verify(checkpoint: Checkpoint, names: Collection[str] | None = None) -> list[str]:
@@ -99,12 +99,12 @@ def has_all_files(checkpoint: Checkpoint) -> bool:
     """
     for name, expected in checkpoint.files.items():
         try:
-            found = (checkpoint.path / name).stat()
+            status = (checkpoint.path / name).stat()
         except OSError as error:
             if _os_defect(error).kind == "damaged":
                 return False
             continue
-        if found.st_size != expected.size:
+        if status.st_size != expected.size:
             return False
     return True
 
@@ -139,8 +139,8 @@ def checkpoints_to_prune(
 
 def committed_folders(folder: Path) -> list[Path]:
     """Return the folders with the name of a committed step, oldest first, regardless of their content."""
-    found = {int(match[1]): entry for entry in entries(folder) if (match := _STEP.fullmatch(entry.name))}
-    return [path for step in sorted(found) if (path := found[step]) == checkpoint_path(folder, step)]
+    by_step = {int(match[1]): entry for entry in entries(folder) if (match := _STEP.fullmatch(entry.name))}
+    return [path for step in sorted(by_step) if (path := by_step[step]) == checkpoint_path(folder, step)]
 
 
 def read_checkpoint(path: Path) -> Checkpoint | Defect:
@@ -255,18 +255,18 @@ def weight_files(folder: Path) -> list[str]:
 
 def digests_of(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
     """Return sizes and hashes of files; every byte is read, except in the cache of the hub. Raises UsageError."""
-    found: dict[str, FileDigest] = {}
+    digests: dict[str, FileDigest] = {}
     for name in names:
         path = folder / name
         try:
             target = path.resolve(strict=True)
             if path.is_symlink() and _HASH.fullmatch(target.name):
-                found[name] = FileDigest(target.stat().st_size, target.name)
+                digests[name] = FileDigest(target.stat().st_size, target.name)
             else:
-                found[name] = file_digest(path)
+                digests[name] = file_digest(path)
         except OSError as error:
             raise _unreadable(folder, error) from error
-    return found
+    return digests
 
 
 def to_document(folder: Path, digests: Digests) -> dict[str, Any]:
@@ -290,8 +290,8 @@ def read_base(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if STATE_FILE not in checkpoint.files:  # that of another program
         return None
     state = json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8"))
-    found: dict[str, Any] | None = state.get("base")
-    return found
+    base: dict[str, Any] | None = state.get("base")
+    return base
 
 
 def check_base_of(checkpoint: Checkpoint, folder: Path) -> None:
@@ -330,8 +330,8 @@ class Pruning:
 
 def take_inventory(folder: Path) -> list[Entry]:
     """Return the entries by step, oldest first. Reads manifests and sizes only."""
-    found = [entry for path in entries(folder) for entry in _entries_at(path)]
-    return sorted(found, key=lambda entry: (entry.step, entry.path.name))
+    inventory = [entry for path in entries(folder) for entry in _entries_at(path)]
+    return sorted(inventory, key=lambda entry: (entry.step, entry.path.name))
 
 
 def verify_files(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda name, size: None) -> list[str]:

@@ -123,7 +123,7 @@ def undamaged_as(kind: type[T], path: Path) -> T | None:
 def undamaged_in(kind: type[T], folder: Path, name: re.Pattern[str]) -> list[T]:
     """Return the dataclasses of the documents with such a name, by the number in it, without damaged documents."""
     numbered = sorted((int(match[1]), path) for path in entries(folder) if (match := name.fullmatch(path.name)))
-    return [found for _, path in numbered if (found := undamaged_as(kind, path)) is not None]
+    return [document for _, path in numbered if (document := undamaged_as(kind, path)) is not None]
 
 
 def from_document(kind: type[T], data: Mapping[str, Any], path: Path) -> T:
@@ -164,10 +164,10 @@ def parse_json(data: bytes) -> Any:
 def parse_object(data: bytes) -> dict[str, Any]:
     """Return the JSON object; empty for anything else."""
     try:
-        found = parse_json(data)
+        parsed = parse_json(data)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _finite(digits: str) -> float:

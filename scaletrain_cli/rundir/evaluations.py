@@ -176,9 +176,9 @@ def validation_path(run: RunDir, step: int) -> Path:
 
 def write_validation(run: RunDir, step: int, metrics: Mapping[str, float], details: Mapping[str, Any]) -> None:
     """Write the file of a validation; figures that are not finite are null. Raises OSError."""
-    found = Validation(step, round(time.time(), 3), json_value(dict(metrics)), json_value(dict(details)))
+    validation = Validation(step, round(time.time(), 3), json_value(dict(metrics)), json_value(dict(details)))
     make_folder(validation_path(run, step).parent)
-    write_document(validation_path(run, step), {"schema": VALIDATION_SCHEMA, **asdict(found)})
+    write_document(validation_path(run, step), {"schema": VALIDATION_SCHEMA, **asdict(validation)})
 
 
 def read_validations(run: RunDir) -> list[Validation]:

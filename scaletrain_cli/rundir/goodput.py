@@ -180,18 +180,18 @@ class MeasuredStep(NamedTuple):
 
 def newest_steps(run: RunDir) -> list[MeasuredStep]:
     """Return the last 201 measured steps, oldest first, without those that a rollback or a restart undid."""
-    found: list[MeasuredStep] = []
+    steps: list[MeasuredStep] = []
     for line in itertools.islice(read_lines_backwards(run.metrics), _MOST_LINES):
         step = line.get("step")
-        is_undone = found and isinstance(step, int) and step >= found[-1].step
+        is_undone = steps and isinstance(step, int) and step >= steps[-1].step
         if type(step) is not int or is_undone or math.isnan(_number(line.get("loss"))):
             continue
-        found.append(
+        steps.append(
             MeasuredStep(step, *(_number(line.get(name)) for name in ("step_seconds", "data_wait", "attempt")))
         )
-        if len(found) > RECENT_STEPS:
+        if len(steps) > RECENT_STEPS:
             break
-    return found[::-1]
+    return steps[::-1]
 
 
 def _number(value: Any) -> float:
@@ -241,11 +241,11 @@ def planned_step_seconds(plan: RunPlan, step: int) -> float:
 
 def planned_step_range(plan: RunPlan, step: int) -> Range | None:
     """Return the 10th and 90th percentile of the planned seconds of a step; None if the plan has none."""
-    found = plan.ranges.step_seconds
-    if found is None or plan.time.step <= 0:
+    seconds = plan.ranges.step_seconds
+    if seconds is None or plan.time.step <= 0:
         return None
     scale = planned_step_seconds(plan, step) / plan.time.step
-    return Range(scale * found.p10, scale * found.p90)
+    return Range(scale * seconds.p10, scale * seconds.p90)
 
 
 def cost_to_come(record: RunRecord, remaining: float | None) -> float | None:

@@ -191,10 +191,10 @@ def _own_events(run: RunDir) -> list[dict[str, Any]]:
     known = _parsed
     with reporting_damage(run.events):
         try:
-            found = os.stat(run.events)
+            status = os.stat(run.events)
         except FileNotFoundError:
             return []
-        state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if known is None or known[:2] != (run.events, state):
             known = (run.events, state, [event for event in read_lines(run.events) if _is_event(event)])
             _parsed = known
@@ -341,21 +341,21 @@ def raised_findings(events: Iterable[Mapping[str, Any]]) -> dict[str, RaisedFind
 
     A run that starts again from scratch has none. Events of another form are skipped.
     """
-    found: dict[str, RaisedFinding] = {}
+    raised: dict[str, RaisedFinding] = {}
     for event in events:
         name = event.get("event")
         if name == "from-scratch":
-            found = {}
+            raised = {}
         elif name in (RAISED_EVENT, CLEARED_EVENT):
             reason, subject = reason_from(event), str(event.get("subject") or "")
             key, severity = finding_key(reason.code, subject), str(event.get("severity"))
             if name == CLEARED_EVENT:
-                found.pop(key, None)
+                raised.pop(key, None)
             elif severity in SEVERITIES:
-                since = found[key].time if key in found else event.get("time") or 0.0
+                since = raised[key].time if key in raised else event.get("time") or 0.0
                 attempt, step = event.get("attempt") or 0, event.get("step") or 0
-                found[key] = RaisedFinding(reason, subject, severity, since, attempt, step)
-    return found
+                raised[key] = RaisedFinding(reason, subject, severity, since, attempt, step)
+    return raised
 
 
 def mark_diagnosis(run: RunDir, attempt: int, *, is_over: bool) -> None:
@@ -365,8 +365,8 @@ def mark_diagnosis(run: RunDir, attempt: int, *, is_over: bool) -> None:
 
 def is_diagnosed(run: RunDir, attempt: int) -> bool:
     """Return False while a process diagnoses the attempt, and True once no findings will follow."""
-    found = undamaged_document(_mark(run, attempt))
-    return found is None or found.get("is_over") is not False
+    mark = undamaged_document(_mark(run, attempt))
+    return mark is None or mark.get("is_over") is not False
 
 
 def _mark(run: RunDir, attempt: int) -> Path:

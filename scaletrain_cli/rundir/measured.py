@@ -82,9 +82,9 @@ def read_measured(run: RunDir) -> Measured | None:
         if data is not None and data.get("schema") == SCHEMA:
             with contextlib.suppress(DamagedError), reporting_damage(run.measured(attempt)):
                 stages = tuple(_stage(stage) for stage in data["stages"])
-                found = Measured(attempt, data["step"], data["ranks"], data["device"], data["worst"], stages)
-                assert found.model_states is not None, "worst"
-                return found
+                measured = Measured(attempt, data["step"], data["ranks"], data["device"], data["worst"], stages)
+                assert measured.model_states is not None, "worst"
+                return measured
     return None
 
 

@@ -125,12 +125,12 @@ def find_run(name: str) -> RunDir:
     if name and os.path.isfile(os.path.join(name, "run.json")):
         return RunDir(Path(os.path.abspath(name)))
     root = runs_root()
-    found = [run] if (run := exact_run(name)) is not None else list_runs(name) if name else []
-    if len(found) == 1:
-        return found[0]
-    if found:
+    runs = [run] if (run := exact_run(name)) is not None else list_runs(name) if name else []
+    if len(runs) == 1:
+        return runs[0]
+    if runs:
         raise UsageError(
-            f"{name} matches {len(found)} runs: {', '.join(run.run_id for run in found)}. Use a longer prefix."
+            f"{name} matches {len(runs)} runs: {', '.join(run.run_id for run in runs)}. Use a longer prefix."
         )
     place = root / name
     if name and os.path.lexists(place) and not os.access(place, os.R_OK | os.X_OK, effective_ids=True):
@@ -208,15 +208,15 @@ def read_sweep_place(run: RunDir) -> SweepPlace | None:
 
 def list_sweeps(begin: str = "") -> dict[str, Sweep]:
     """Return the sweeps with runs under the runs root whose ids begin so, by name: as that of their sweep does."""
-    found: dict[str, list[tuple[SweepPlace, RunDir]]] = {}
+    by_sweep: dict[str, list[tuple[SweepPlace, RunDir]]] = {}
     for run in list_runs(begin):
         place = read_sweep_place(run)
         if place is not None:
-            found.setdefault(place.sweep, []).append((place, run))
-    for members in found.values():
+            by_sweep.setdefault(place.sweep, []).append((place, run))
+    for members in by_sweep.values():
         members.sort(key=lambda member: member[0].number)
     return {
-        name: Sweep(name, members[0][0].points, tuple(run for _, run in members)) for name, members in found.items()
+        name: Sweep(name, members[0][0].points, tuple(run for _, run in members)) for name, members in by_sweep.items()
     }
 
 

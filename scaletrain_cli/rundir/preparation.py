@@ -62,8 +62,8 @@ def read_job(folder: Path) -> PreparationJob | None:
 
 def read_failure(folder: Path) -> Reason | None:
     """Return why a task of the job has failed; None if none has."""
-    found = read_document(folder / "failure.json")
-    return None if found is None else reason_from(found.get("reason"))
+    failure = read_document(folder / "failure.json")
+    return None if failure is None else reason_from(failure.get("reason"))
 
 
 def record_job_failure(folder: Path, why: Reason, exit_code: int) -> None:
@@ -73,9 +73,9 @@ def record_job_failure(folder: Path, why: Reason, exit_code: int) -> None:
 
 def exit_code_of_failure(folder: Path) -> int | None:
     """Return the exit code with which the job has failed; None if no failure is recorded."""
-    found = read_document(folder / "failure.json")
+    failure = read_document(folder / "failure.json")
     with reporting_damage(folder / "failure.json"):
-        return None if found is None else typed(int, found.get("exit_code", 1))
+        return None if failure is None else typed(int, failure.get("exit_code", 1))
 
 
 def is_done(folder: Path) -> bool:

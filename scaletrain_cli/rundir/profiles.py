@@ -160,15 +160,15 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
     """
     if (profile := read_profile(folder)) is None:
         return None
-    found = {rank: read_document(rank_file(folder, rank)) for rank in profile.ranks}
-    by_rank = [{"rank": rank, **figures} for rank, figures in found.items() if figures is not None]
+    documents = {rank: read_document(rank_file(folder, rank)) for rank in profile.ranks}
+    by_rank = [{"rank": rank, **figures} for rank, figures in documents.items() if figures is not None]
     with reporting_damage(folder):
         measured = _measured([figures for figures in by_rank if figures.get("causes")])
     return {
         "schema": SCHEMA,
         "folder": str(folder),
         **asdict(profile),
-        "ranks_missing": [rank for rank, figures in found.items() if figures is None],
+        "ranks_missing": [rank for rank, figures in documents.items() if figures is None],
         "planned": dict(profile.planned),
         "measured": measured,
         "by_rank": by_rank,

@@ -137,8 +137,8 @@ def read_first_record(run: RunDir) -> RunRecord:
 
 def revisions(run: RunDir) -> list[int]:
     """Return the numbers of the revisions made so far, in order."""
-    found = (_REVISION.fullmatch(entry.name) for entry in entries(run.path / "revisions"))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_REVISION.fullmatch(entry.name) for entry in entries(run.path / "revisions"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def add_revision(
@@ -246,12 +246,12 @@ def write_spec_lines(run: RunDir, spec: RunSpec) -> None:
 def read_spec_lines(run: RunDir) -> dict[str, str]:
     """Return ``file:line`` by dotted key, as the file was at submission; ``--set`` for overrides, also of a resume."""
     lines = (undamaged_document(run.path / _SPEC_LINES) or {}).get("lines")
-    found = {str(key): str(place) for key, place in lines.items()} if isinstance(lines, dict) else {}
+    places = {str(key): str(place) for key, place in lines.items()} if isinstance(lines, dict) else {}
     for number in revisions(run):
         overrides = (read_document(revision_path(run, number)) or {}).get("overrides")
         for override in overrides if isinstance(overrides, list) else ():
-            found[str(override).partition("=")[0].strip()] = SET_OPTION
-    return found
+            places[str(override).partition("=")[0].strip()] = SET_OPTION
+    return places
 
 
 def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:
@@ -470,16 +470,16 @@ def hash_of(text: str) -> str:
 
 def differences(folder: Path, text: str) -> list[str]:
     """Return the files of the listing that are missing below ``folder`` or differ, as text."""
-    found = []
+    messages = []
     for line in filter(None, text.split("\n")):
         expected, _, path = line.partition("  ")
         try:
             differs = file_hash(folder / path) != expected
         except OSError:
-            found.append(f"{path} is missing")
+            messages.append(f"{path} is missing")
         else:
-            found += [f"{path} differs"] * differs
-    return found
+            messages += [f"{path} differs"] * differs
+    return messages
 
 
 def file_hash(path: Path) -> str:

@@ -262,7 +262,7 @@ def entries_of(spec: RunSpec, runs_root: Path, folders: Mapping[str, Path]) -> l
     """Return entries for the datasets of the sources of a spec, by name. A dataset that cannot be read has none."""
     entries = []
     for name, key in _settings_keys(spec).items():
-        if (folder := folders.get(name)) is not None and (found := _identity(folder)) is not None:
+        if (folder := folders.get(name)) is not None and (identity := _identity(folder)) is not None:
             datasets = (runs_root / "datasets").absolute()
             entries.append(
                 {
@@ -270,7 +270,7 @@ def entries_of(spec: RunSpec, runs_root: Path, folders: Mapping[str, Path]) -> l
                     "settings": key,
                     # relative to the folder of all datasets, so that both may be moved
                     "folder": folder.name if folder.absolute().parent == datasets else str(folder.absolute()),
-                    **found,
+                    **identity,
                 }
             )
     return entries
@@ -278,8 +278,8 @@ def entries_of(spec: RunSpec, runs_root: Path, folders: Mapping[str, Path]) -> l
 
 def read_entries(file: Path) -> list[Entry]:
     """Return what is recorded; empty if there is no file, or if it is damaged."""
-    found = (undamaged_document(file) or {}).get("datasets")
-    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    recorded = (undamaged_document(file) or {}).get("datasets")
+    return [each for each in recorded if isinstance(each, dict)] if isinstance(recorded, list) else []
 
 
 def record_datasets(file: Path, entries: Iterable[Entry]) -> None:
@@ -294,27 +294,27 @@ def record_datasets(file: Path, entries: Iterable[Entry]) -> None:
 def recorded_folders(spec: RunSpec, runs_root: Path, entries: Iterable[Entry]) -> tuple[dict[str, Path], list[Path]]:
     """Return the recorded datasets by the names of the sources of a spec, and those that are gone or were replaced."""
     known = {entry.get("settings"): entry for entry in entries}
-    found, gone = {}, []
+    folders, gone = {}, []
     for name, key in _settings_keys(spec).items():
         if (entry := known.get(key)) is None:
             continue
         folder = runs_root / "datasets" / str(entry.get("folder"))  # an absolute path replaces the first part
         same = _identity(folder) == {name: entry.get(name) for name in ("fingerprint", "seal")}
         if same and is_readable(folder):
-            found[name] = folder
+            folders[name] = folder
         else:
             gone.append(folder)
-    return found, gone
+    return folders, gone
 
 
 def _settings_keys(spec: RunSpec) -> dict[str, str]:
     """Return a hash of the settings of each dataset of a run, by its name."""
-    found = {section.name: _settings_key(spec, section) for section in spec.data.all_sources}
+    hashes = {section.name: _settings_key(spec, section) for section in spec.data.all_sources}
     zero_shot = spec.evaluation.zero_shot
     if zero_shot is not None and spec.evaluation.every:
         path = path_in_cache(zero_shot.source) or zero_shot.source
-        found[ZERO_SHOT] = _hashed([ZERO_SHOT, path, zero_shot.classes, spec.data.on_bad])
-    return found
+        hashes[ZERO_SHOT] = _hashed([ZERO_SHOT, path, zero_shot.classes, spec.data.on_bad])
+    return hashes
 
 
 def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
@@ -349,5 +349,5 @@ def _hashed(identity: Sequence[Any]) -> str:
 
 def _identity(folder: Path) -> dict[str, Any] | None:
     """Return what dataset.json says about the content of a dataset; None if there is none that can be read."""
-    found = undamaged_document(folder / DATASET)
-    return None if found is None else {name: found.get(name) for name in ("fingerprint", "seal")}
+    document = undamaged_document(folder / DATASET)
+    return None if document is None else {name: document.get(name) for name in ("fingerprint", "seal")}

@@ -116,33 +116,33 @@ def adaptable_modules(shapes: Mapping[str, Shape], *, tied: bool = False, interl
     ``tied``: the head shares the weight of the token embedding, and is not in ``shapes``. ``interleaved``: the outputs
     of gates and ups of experts alternate in Hugging Face models.
     """
-    found: dict[str, Adapted] = {}
+    modules: dict[str, Adapted] = {}
     for name, shape in shapes.items():
         if match := _EXPERT.fullmatch(name):
-            _add_expert(found, match, shape, interleaved=interleaved)
+            _add_expert(modules, match, shape, interleaved=interleaved)
         elif name.endswith(".weight") and len(shape) == 2:
             module = name.removesuffix(".weight")
             last = module.rpartition(".")[2]
             if last in _EMBEDDINGS:
-                found[module] = Adapted(module, "embedding", *shape)
+                modules[module] = Adapted(module, "embedding", *shape)
             elif last == _HEAD:
-                found[module] = Adapted(module, "head", shape[1], shape[0])
+                modules[module] = Adapted(module, "head", shape[1], shape[0])
             elif last not in _ROUTERS:
                 transposed = last in _TRANSPOSED
                 inputs, outputs = shape if transposed else shape[::-1]
-                found[module] = Adapted(module, "linear", inputs, outputs, transposed=transposed)
+                modules[module] = Adapted(module, "linear", inputs, outputs, transposed=transposed)
     if tied:
-        embedding = next(one for one in found.values() if one.kind == "embedding")
-        found[_HEAD] = Adapted(_HEAD, "head", embedding.outputs, embedding.inputs)
-    return list(found.values())
+        embedding = next(one for one in modules.values() if one.kind == "embedding")
+        modules[_HEAD] = Adapted(_HEAD, "head", embedding.outputs, embedding.inputs)
+    return list(modules.values())
 
 
-def _add_expert(found: dict[str, Adapted], match: re.Match[str], shape: Shape, *, interleaved: bool) -> None:
+def _add_expert(modules: dict[str, Adapted], match: re.Match[str], shape: Shape, *, interleaved: bool) -> None:
     matrix = match["matrix"]
     name = f"{match['experts']}.{_JOINED.get(matrix, matrix)}"
-    known = found.get(name, Adapted(name, "experts", shape[1], 0))
+    known = modules.get(name, Adapted(name, "experts", shape[1], 0))
     halves = known.halves if matrix in known.halves else (*known.halves, matrix)
-    found[name] = known._replace(
+    modules[name] = known._replace(
         interleaved=interleaved and len(halves) > 1,
         halves=halves,
         outputs=shape[0] * len(halves),

@@ -119,13 +119,13 @@ def backend_names() -> list[str]:
 
 def installed_backends() -> list[BackendTraits]:
     """Return the traits of every installed back end; back ends that cannot be loaded are left out."""
-    found = list(BUILT_IN.values())
+    backends = list(BUILT_IN.values())
     for name in added_backends():
         try:
-            found.append(_load(name))
+            backends.append(_load(name))
         except UsageError:  # reported when a spec names it
             continue
-    return found
+    return backends
 
 
 def added_backends() -> dict[str, Plugin]:

@@ -239,12 +239,12 @@ class ClusterSpec(OpenSection):
         if not isinstance(given, dict):
             return value
         try:
-            found = NodeRange.model_validate(given)
+            nodes = NodeRange.model_validate(given)
         except ValidationError as error:
             details = [_range_error(detail) for detail in error.errors(include_url=False)]
             raise ValidationError.from_exception_data(cls.__name__, details) from error
-        planned = found.max if found.planned is None or found.planned not in found.sizes else found.planned
-        return {**value, "nodes": planned, "node_range": found.model_copy(update={"planned": None})}
+        planned = nodes.max if nodes.planned is None or nodes.planned not in nodes.sizes else nodes.planned
+        return {**value, "nodes": planned, "node_range": nodes.model_copy(update={"planned": None})}
 
     @model_serializer(mode="wrap")
     def _write_flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -280,8 +280,8 @@ class ClusterSpec(OpenSection):
     def section(self) -> BackendSection:
         """Return the options of the back end that runs the job; an empty section if it has none."""
         own, given = getattr(self, self.scheduler, None), self.plugins.get(self.scheduler)
-        found = next((one for one in (own, given) if isinstance(one, BackendSection)), None)
-        return self.traits.section() if found is None else found
+        section = next((one for one in (own, given) if isinstance(one, BackendSection)), None)
+        return self.traits.section() if section is None else section
 
     @property
     def place(self) -> str:
@@ -299,8 +299,8 @@ class ClusterSpec(OpenSection):
 
         Profiles as ``1g.10gb`` in NVIDIA's Multi-Instance GPU User Guide.
         """
-        found = re.search(r"(\d)g\.(\d+)gb", self.section.gpu_kind) if self.gpu != "cpu" else None
-        return None if found is None else (int(found[1]), int(found[2]))
+        match = re.search(r"(\d)g\.(\d+)gb", self.section.gpu_kind) if self.gpu != "cpu" else None
+        return None if match is None else (int(match[1]), int(match[2]))
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         most = self.traits.max_nodes

@@ -74,8 +74,8 @@ class Cluster:
     def overrides(self, scheduler: str) -> list[str]:
         """Return the entries as overrides of a recorded spec with this scheduler, whose own section is left out."""
         other = self.entries.get("scheduler", scheduler)
-        found = [f"cluster.{scheduler}=null"] if other != scheduler and scheduler in _SECTIONS else []
-        return found + [f"{key}={json.dumps(value)}" for key, value in _leaves(self.entries, "cluster")]
+        overrides = [f"cluster.{scheduler}=null"] if other != scheduler and scheduler in _SECTIONS else []
+        return overrides + [f"{key}={json.dumps(value)}" for key, value in _leaves(self.entries, "cluster")]
 
     def _merge(self, entries: dict[str, Any], section: dict[str, Any], key: Key, source: Source) -> None:
         for name, value in entries.items():

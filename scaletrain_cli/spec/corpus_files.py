@@ -47,12 +47,12 @@ def is_hidden(name: str) -> bool:
 
 def expanded_braces(path: str) -> list[str]:
     """Return the paths of ``a-{000..099}.tar`` and ``{a,b}.tar``, in order. Raises UsageError for too many."""
-    found: list[str] = []
+    names: list[str] = []
     for name in _expanded(path):
-        if len(found) == _MOST_NAMES:
+        if len(names) == _MOST_NAMES:
             raise UsageError(Reason("images.too-many-names", {"path": path, "most": _MOST_NAMES}))
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def _expanded(path: str) -> Iterator[str]:
@@ -87,8 +87,8 @@ def splits_of_file(name: str) -> tuple[str, ...]:
     A word counts where no letter is beside it: train in ``cc3m-train-0001.tar``, ``train2017/a.tar`` and
     ``a_train.parquet``, not in ``trainable.tar``. A name with words of two splits has both.
     """
-    found = (named_splits(part) for part in reversed(name.split("/")))
-    return next((splits for splits in found if splits), ())
+    by_part = (named_splits(part) for part in reversed(name.split("/")))
+    return next((splits for splits in by_part if splits), ())
 
 
 def splits_by_folder(first_folders: Collection[str]) -> bool:
@@ -230,9 +230,9 @@ def find_files(
     if source == PYTHON_STDLIB:
         return CorpusFiles(_standard_library(), {})
     path = folder / expand_home(source)
-    found = _entries(source, folder)
+    entries = _entries(source, folder)
     files, not_read = [], Counter[str]()
-    for entry in found:
+    for entry in entries:
         if kind_of(entry) in kinds and not (kind_of(entry) == "json" and path.is_dir()):
             files.append(entry)
         else:
@@ -240,7 +240,7 @@ def find_files(
     if not files:
         known = [kind for kind in kinds if kind != "json" or not path.is_dir()]
         known += [kind for kind in COMPRESSED if kind.partition(".")[0] in known]
-        raise NoCorpusError(source, _nothing_to_read(source, path, found, known))
+        raise NoCorpusError(source, _nothing_to_read(source, path, entries, known))
     if path.is_dir():
         names, of_splits = read_split(list(map(str, files)), str(path), evaluation=evaluation)
         files, not_read = list(map(Path, names)), not_read + of_splits
@@ -258,18 +258,18 @@ def find_text(
     if source == PYTHON_STDLIB:
         return CorpusFiles(_standard_library(), {})
     path = folder / expand_home(source)
-    found = _entries(source, folder, key)
-    names = chosen_text(list(map(str, found)), named, in_folder=path.is_dir())
+    entries = _entries(source, folder, key)
+    names = chosen_text(list(map(str, entries)), named, in_folder=path.is_dir())
     if not names:
-        alone = next((entry for entry in found if entry.suffix == ".bin" and _fits("megatron", named)), None)
+        alone = next((entry for entry in entries if entry.suffix == ".bin" and _fits("megatron", named)), None)
         if alone is not None:
             index = alone.with_suffix(".idx").name
             raise NoCorpusError(source, f"{alone.name} has no {index} beside it, the index of a Megatron-LM set", key)
-        why = _nothing_to_read(source, path, found, suffixes_of(named))
-        raise NoCorpusError(source, why, key, other_formats=bool(found) and named != "auto")
+        why = _nothing_to_read(source, path, entries, suffixes_of(named))
+        raise NoCorpusError(source, why, key, other_formats=bool(entries) and named != "auto")
     read = {Path(name) for name in names}
     read |= {name.with_suffix(".bin") for name in read if name.suffix == ".idx"}
-    not_read = Counter(entry.suffix or entry.name for entry in found if entry not in read)
+    not_read = Counter(entry.suffix or entry.name for entry in entries if entry not in read)
     if path.is_dir():
         names, of_splits = read_split(names, str(path), evaluation=evaluation)
         not_read += of_splits
@@ -282,7 +282,7 @@ def chosen_text(names: Sequence[str], named: str = "auto", *, in_folder: bool) -
     ``named``: the format that the spec gives, or auto. Files that a path or a glob names have that format whatever they
     are called; those of a folder only if their suffix does not say another one.
     """
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     known = set(names)
     for name in names:
         kind, _ = format_by_name(name, "auto" if in_folder else named)
@@ -292,8 +292,8 @@ def chosen_text(names: Sequence[str], named: str = "auto", *, in_folder: bool) -
             name = f"{name.rpartition('.')[0]}.idx"
             if in_folder and name not in known:  # a .bin file of something else
                 continue
-        found[name] = None
-    return list(found)
+        paths[name] = None
+    return list(paths)
 
 
 def suffixes_of(named: str) -> list[str]:
@@ -316,11 +316,11 @@ def _fits(kind: str, named: str) -> bool:
 
 def _standard_library() -> tuple[Path, ...]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = list[Path]()
+    files = list[Path]()
     for folder, below, names in os.walk(root):
         below[:] = set(below) - _SKIPPED_FOLDERS  # not read: site-packages may have a hundred thousand files
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return tuple(sorted(found))
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return tuple(sorted(files))
 
 
 def _entries(source: str, folder: Path, key: str = "data.source") -> list[Path]:
@@ -330,15 +330,15 @@ def _entries(source: str, folder: Path, key: str = "data.source") -> list[Path]:
         if _is_whole_machine(path):
             raise NoCorpusError(source, "means all files of this machine", key)
         if path.is_dir():
-            found = [entry for entry in _files_below(path) if not is_about_the_corpus(entry.relative_to(path))]
+            entries = [entry for entry in _files_below(path) if not is_about_the_corpus(entry.relative_to(path))]
         elif os.path.lexists(path):  # a name may contain glob characters
-            found = [path]
+            entries = [path]
         else:
             names = glob.glob(str(expand_home(source)), root_dir=folder, recursive=True)
-            found = [entry for name in names if not (entry := folder / name).is_dir()]
+            entries = [entry for name in names if not (entry := folder / name).is_dir()]
     except OSError as error:
         raise NoCorpusError(source, f"cannot be read: {error}", key) from error
-    return sorted(found)
+    return sorted(entries)
 
 
 def _is_whole_machine(path: Path) -> bool:
@@ -348,8 +348,8 @@ def _is_whole_machine(path: Path) -> bool:
     return path.is_dir() and path.samefile("/")
 
 
-def _nothing_to_read(source: str, path: Path, found: Collection[Path], known: Collection[str]) -> str:
-    if not found and not path.is_dir():
+def _nothing_to_read(source: str, path: Path, entries: Collection[Path], known: Collection[str]) -> str:
+    if not entries and not path.is_dir():
         return "no file matches" if glob.has_magic(source) else "no such file or folder"
     return f"the {'folder' if path.is_dir() else 'source'} has no {', '.join(known)} file"
 
@@ -364,8 +364,8 @@ def unreadable_among(files: tuple[Path, ...], source: Path | None = None) -> str
 
     ``source``: the path of the source, whose own name is left out.
     """
-    found = [why if path == source else f"{path}: {why}" for path in files if (why := _unreadable(path))]
-    return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "") if found else ""
+    reasons = [why if path == source else f"{path}: {why}" for path in files if (why := _unreadable(path))]
+    return reasons[0] + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "") if reasons else ""
 
 
 def parquet_names(path: Path, columns: Collection[str]) -> list[str]:

@@ -336,9 +336,9 @@ class DataSpec(Section):
             if value not in (recorded, type(self).model_fields[key].default):
                 yield key, value, recorded
         if self.chat_template is not None:
-            found, recorded = self.recorded_template(folder), str(prepared.get("chat_template") or "")
-            if not found or found != recorded:
-                yield "chat_template", str(self.chat_template), recorded if found else ""
+            template, recorded = self.recorded_template(folder), str(prepared.get("chat_template") or "")
+            if not template or template != recorded:
+                yield "chat_template", str(self.chat_template), recorded if template else ""
         for key in ("fields", "chat_template_kwargs"):
             value, recorded = self.recorded(key), str(prepared.get(key) or "")
             if value not in ("{}", recorded):

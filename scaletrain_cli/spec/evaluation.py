@@ -188,16 +188,16 @@ def cluster_problems(cluster: ClusterSpec, job: EvaluationJobSpec) -> Iterator[t
     """Yield (dotted key of the spec, message) for each problem of ``evaluation.job.cluster``."""
     key = "evaluation.job.cluster"
     try:
-        found = evaluation_cluster(cluster, job)
+        job_cluster = evaluation_cluster(cluster, job)
     except ValidationError as error:
         for detail in error.errors(include_url=False, include_context=False):
             unknown = detail["type"] == "extra_forbidden"
             message = "is not a key of the section cluster. Remove it" if unknown else detail["msg"].rstrip(".").lower()
             yield ".".join((key, *map(str, detail["loc"]))), f"{message}."
         return
-    if found.nodes != 1 or found.gpus_per_node != 1:
+    if job_cluster.nodes != 1 or job_cluster.gpus_per_node != 1:
         yield key, "must keep nodes: 1 and gpus_per_node: 1, because an evaluation is one process on one device."
-    yield from ((f"{key}.{name}", message) for name, message in found.inconsistencies())
+    yield from ((f"{key}.{name}", message) for name, message in job_cluster.inconsistencies())
 
 
 def _merged(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

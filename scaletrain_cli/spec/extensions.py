@@ -95,17 +95,17 @@ def optimizer_extension(name: str) -> OptimizerExtension | None:
     """Return the optimizer of another package; None for an unknown name. Raises PluginError."""
     if (plugin := plugins(OPTIMIZERS).get(name)) is None:
         return None
-    found = plugin.load(OptimizerExtension)
-    if not (isinstance(found.moment_bytes, int) and found.moment_bytes >= 0):
-        raise plugin.invalid(f"has moment_bytes = {found.moment_bytes}, which must be a whole number of at least 0")
-    return found
+    extension = plugin.load(OptimizerExtension)
+    if not (isinstance(extension.moment_bytes, int) and extension.moment_bytes >= 0):
+        raise plugin.invalid(f"has moment_bytes = {extension.moment_bytes}, which must be a whole number of at least 0")
+    return extension
 
 
 def optimizer_traits(name: str) -> OptimizerTraits | None:
     """Return the traits of an optimizer of this package or another; None for an unknown name. Raises PluginError."""
-    if name in BUILT_IN_OPTIMIZERS or (found := optimizer_extension(name)) is None:
+    if name in BUILT_IN_OPTIMIZERS or (extension := optimizer_extension(name)) is None:
         return BUILT_IN_OPTIMIZERS.get(name)
-    return OptimizerTraits(found.moment_bytes, offload=("cpu",) if found.offload else ())
+    return OptimizerTraits(extension.moment_bytes, offload=("cpu",) if extension.offload else ())
 
 
 @functools.cache
@@ -113,19 +113,19 @@ def model_family_extension(name: str) -> ModelFamilyExtension | None:
     """Return the model family of another package; None for an unknown name. Raises PluginError."""
     if (plugin := plugins(MODEL_FAMILIES).get(name)) is None:
         return None
-    found = plugin.load(ModelFamilyExtension)
-    if found.base not in BUILT_IN_FAMILIES:
-        raise plugin.invalid(f"has the base {found.base}, which must be {either(BUILT_IN_FAMILIES)}")
-    return found
+    extension = plugin.load(ModelFamilyExtension)
+    if extension.base not in BUILT_IN_FAMILIES:
+        raise plugin.invalid(f"has the base {extension.base}, which must be {either(BUILT_IN_FAMILIES)}")
+    return extension
 
 
 def base_family(family: str) -> str:
     """Return the built-in family with the same parameters: the family itself unless another package brings it."""
     try:
-        found = None if family in BUILT_IN_FAMILIES else model_family_extension(family)
+        extension = None if family in BUILT_IN_FAMILIES else model_family_extension(family)
     except PluginError:  # reported with the line of the spec that names it
-        found = None
-    return family if found is None else found.base
+        extension = None
+    return family if extension is None else extension.base
 
 
 def or_plugin(group: str, built_in: Collection[str], lookup: Callable[[str], object | None]) -> PlainValidator:
@@ -140,10 +140,10 @@ def or_plugin(group: str, built_in: Collection[str], lookup: Callable[[str], obj
         if value in built_in or (info.context or {}).get("recorded"):
             return value
         try:
-            found = lookup(value)
+            extension = lookup(value)
         except PluginError as error:
             raise plugin_broken(error) from error
-        if found is None:
+        if extension is None:
             names = [repr(name) for name in (*built_in, *plugins(group, built_in))]
             raise PydanticKnownError("literal_error", {"expected": either(names)})
         return value

@@ -192,8 +192,8 @@ def selected_files(use: HubUse, listing: Listing, read: Callable[[HubFile], Path
     in_folder = use.reference.below(name)
     if use.purpose == "template" and path and not listing.find(in_folder) and not path.endswith(_TEMPLATES):
         raise HubError(Reason("hub.not-a-template", {"path": path}))
-    found = listing.find(path) or _required(listing, in_folder)
-    return (found, *_beside(listing, found.path.rpartition("/")[0], but=found.path))
+    file = listing.find(path) or _required(listing, in_folder)
+    return (file, *_beside(listing, file.path.rpartition("/")[0], but=file.path))
 
 
 def _required(listing: Listing, path: str) -> HubFile:
@@ -260,31 +260,31 @@ def source_files_of(use: HubUse, listing: Listing, left_out: Counter[str]) -> tu
     below = reference.below("")
     in_folder = [f for f in listing.files if f.path.startswith(below)] if exact is None else []
     if exact is not None:
-        found = [exact]
+        files = [exact]
     elif in_folder:
         names = ((f, f.path.removeprefix(below)) for f in in_folder)
-        found = [f for f, name in names if "/." not in f"/{name}" and not is_about_the_corpus(Path(name))]
+        files = [f for f, name in names if "/." not in f"/{name}" and not is_about_the_corpus(Path(name))]
         if SHARD_SUFFIX not in kinds:  # of text often a description of the files beside it; of images their captions
             kinds = tuple(kind for kind in kinds if kind != "json")
     else:
-        found = [f for f in listing.files if path_matches(PurePosixPath(f.path).parts, PurePosixPath(path).parts)]
+        files = [f for f in listing.files if path_matches(PurePosixPath(f.path).parts, PurePosixPath(path).parts)]
     formats = [*kinds, *(kind for kind in COMPRESSED if kind.partition(".")[0] in kinds)]
     if named is None:
-        found = [f for f in found if kind_of(Path(f.path)) in kinds]
+        files = [f for f in files if kind_of(Path(f.path)) in kinds]
     else:
-        chosen = set(chosen_text([f.path for f in found], named, in_folder=bool(in_folder)))
+        chosen = set(chosen_text([f.path for f in files], named, in_folder=bool(in_folder)))
         chosen |= {f"{name.removesuffix('.idx')}.bin" for name in chosen if name.endswith(".idx")}
-        found, formats = [f for f in listing.files if f.path in chosen], suffixes_of(named)
-    if not found:
+        files, formats = [f for f in listing.files if f.path in chosen], suffixes_of(named)
+    if not files:
         shown = f" {path}" if path else ""
         raise HubError(Reason("hub.no-source", {"place": reference.place, "path": shown, "formats": formats}))
     if in_folder and use.one_split:
         # Rows may name images of any folder.
-        rows = [f.path for f in found if kind_of(Path(f.path)) not in IMAGE_SUFFIXES]
+        rows = [f.path for f in files if kind_of(Path(f.path)) not in IMAGE_SUFFIXES]
         kept_rows, of_splits = read_split(rows, below, evaluation=use.is_for_validation)
         left_out.update(of_splits)
-        found = [f for f in found if f.path not in set(rows).difference(kept_rows)]
-    return tuple(sorted(found, key=lambda file: file.path))
+        files = [f for f in files if f.path not in set(rows).difference(kept_rows)]
+    return tuple(sorted(files, key=lambda file: file.path))
 
 
 def _part_of_the_files(reference: HubReference, listing: Listing) -> Reason:
@@ -361,5 +361,5 @@ def read_hub_config(text: str, settings: HubSettings, commit: str | None = None)
     """
     reference = parse_reference(text)
     listing = resolve(reference, settings, commit)
-    found = listing.find(reference.path) or _required(listing, reference.below(CONFIG))
-    return read_small_file(listing, found, settings)
+    file = listing.find(reference.path) or _required(listing, reference.below(CONFIG))
+    return read_small_file(listing, file, settings)

@@ -98,16 +98,16 @@ def from_config(config: dict[str, Any], ignored: list[str] | None = None) -> dic
     check_keys(config, keys, ignored)
     aliases = known.aliases
     config = {aliases.get(key, key): config[key] for key in config if key in keys and aliases.get(key) not in config}
-    found = {ours: config[theirs] for ours, theirs in same_settings(kind).items() if theirs in config}
-    found |= _dropouts(config, known.family)
+    settings = {ours: config[theirs] for ours, theirs in same_settings(kind).items() if theirs in config}
+    settings |= _dropouts(config, known.family)
     if known.family == "llama":
         rope = _rope(config, kind, ignored) if keys.used >= _ROPE else {}
         attention, mlp = config.get("attention_bias"), config.get("mlp_bias")
         if mlp and not attention:
             raise SourceError("has mlp_bias = true, but only false is supported without attention_bias")
-        found |= {"bias": True, "attention_bias": None} if mlp else {"attention_bias": attention or None}
-        found |= {**rope, **_activation(config, kind)}
-        found |= {} if known.derive else _windows(config, kind)
+        settings |= {"bias": True, "attention_bias": None} if mlp else {"attention_bias": attention or None}
+        settings |= {**rope, **_activation(config, kind)}
+        settings |= {} if known.derive else _windows(config, kind)
     if known.experts and "kv_lora_rank" not in known.varies and not _has_experts(config, known):
         key = known.renamed.get("num_experts", "num_experts")
         raise SourceError(f"has {key} = null, but models of type {kind} have experts")
@@ -116,23 +116,23 @@ def from_config(config: dict[str, Any], ignored: list[str] | None = None) -> dic
         if not isinstance(dense, list) or not all(isinstance(block, int) and block >= 0 for block in dense):
             raise SourceError(f"has mlp_only_layers = {str(dense)[:80]}, which are no numbers of layers")
         leading = sorted(dense) == list(range(len(dense)))
-        found |= {
+        settings |= {
             "decoder_sparse_step": step,
             "first_k_dense_replace": len(dense) if leading else None,
             "mlp_only_layers": None if leading else sorted(set(dense)),
         }
     if kind == "deepseek_v2":
-        found |= _groups(config)
+        settings |= _groups(config)
     if "kv_lora_rank" in known.varies:
         shared = config.get("n_shared_experts", known.shared_experts)
         width = config.get("moe_intermediate_size", known.defaults["moe_intermediate_size"])
         if _are_whole(shared, width):  # the shared experts are as wide as the others
-            found["shared_expert_intermediate_size"] = shared * width
+            settings["shared_expert_intermediate_size"] = shared * width
     if known.derive is not None:
         derived = known.derive(config)
         without = known.used | (frozenset() if known.experts or "num_experts" in derived else OF_EXPERTS)
-        found = {key: value for key, value in found.items() if key not in without} | derived
-    given = {key: value for key, value in found.items() if value is not None or key in _NULL_IS_A_VALUE}
+        settings = {key: value for key, value in settings.items() if key not in without} | derived
+    given = {key: value for key, value in settings.items() if value is not None or key in _NULL_IS_A_VALUE}
     whole = {"family": known.family, **known.defaults, **given, **known.fixed}
     dense, layers = whole.get("first_k_dense_replace", 0), whole.get("num_hidden_layers", 0)
     is_dense = _are_whole(dense, layers) and dense >= layers > 0  # so that the model has no experts
@@ -152,9 +152,9 @@ def _text_part(config: dict[str, Any], kind: str, ignored: list[str]) -> dict[st
     if text.get("model_type", model_type) != model_type:
         raise SourceError(f"has text_config.model_type other than {model_type}")
     inner: list[str] = []
-    found = from_config({"model_type": model_type, **text}, inner)
+    settings = from_config({"model_type": model_type, **text}, inner)
     ignored += [f"text_config.{key}" for key in inner]
-    return {**found, "text_of": kind}
+    return {**settings, "text_of": kind}
 
 
 def _rope(config: dict[str, Any], kind: str, ignored: list[str]) -> dict[str, Any]:
@@ -164,27 +164,27 @@ def _rope(config: dict[str, Any], kind: str, ignored: list[str]) -> dict[str, An
     rope = config.get(section) or _READ[kind].default_rope
     if not isinstance(rope, dict):
         raise SourceError("has rope_scaling or rope_parameters that is not a mapping")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if kind in ("gemma3_text", "olmo3") and isinstance(rope.get("full_attention"), dict):
         local = rope.get("sliding_attention") or {}
         if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
             raise SourceError(f"has rope_parameters.sliding_attention = {str(local)[:80]}, which scales")
-        found["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
+        settings["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
         section, rope = f"{section}.full_attention", rope["full_attention"]
     if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
         raise SourceError(f"has {section}.{nested[0][:80]}, but {kind} has the same positions in all layers")
     if "rope_theta" in rope:
-        found["rope_theta"] = rope["rope_theta"]
+        settings["rope_theta"] = rope["rope_theta"]
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rotated not in (None, 1, 1.0) and "partial_rotary_factor" not in _READ[kind].varies:
         raise SourceError(f"has partial_rotary_factor = {str(rotated)[:80]}, but only 1 is supported")
     scaling = _rope_scaling(config, rope, kind)
     if kind == "olmo3" and scaling is not None:  # its layers with a window are never scaled
-        theta = found.get("rope_theta", config.get("rope_theta", _READ[kind].defaults["rope_theta"]))
-        found.setdefault("rope_local_base_freq", theta)
+        theta = settings.get("rope_theta", config.get("rope_theta", _READ[kind].defaults["rope_theta"]))
+        settings.setdefault("rope_local_base_freq", theta)
     of_kind = () if scaling is None else KEYS_OF_ROPE[scaling["rope_type"]]
     ignored += [f"{section}.{key}" for key in rope if key not in _OF_EACH_ROPE and key not in of_kind]
-    return {**found, "partial_rotary_factor": rotated, "rope_scaling": scaling}
+    return {**settings, "partial_rotary_factor": rotated, "rope_scaling": scaling}
 
 
 def _rope_scaling(config: dict[str, Any], rope: dict[str, Any], architecture: str) -> dict[str, Any] | None:

@@ -71,22 +71,22 @@ def _llama4(config: dict[str, Any]) -> dict[str, Any]:
         raise SourceError(f"has moe_layers = {str(sparse)[:80]}, which are no numbers of layers")
     width = _whole(config, "intermediate_size", 8192)
     chunk = config.get("attention_chunk_size", 8192)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "intermediate_size": _whole(config, "intermediate_size_mlp", 16384),
         "moe_intermediate_size": width,
         "shared_expert_intermediate_size": width,
         "attention_chunk_size": chunk if 1 in rotated[:layers] else None,
         "rope_scaling": None,
     }
-    if found["attention_chunk_size"] is not None:
-        found["layer_types"] = shortest(kinds)
+    if settings["attention_chunk_size"] is not None:
+        settings["layer_types"] = shortest(kinds)
     if sparse == list(range(step - 1, layers, step)):
-        found["decoder_sparse_step"] = step
+        settings["decoder_sparse_step"] = step
     else:
-        found["mlp_only_layers"] = [layer for layer in range(layers) if layer not in sparse]
+        settings["mlp_only_layers"] = [layer for layer in range(layers) if layer not in sparse]
     if config.get("use_qk_norm", True):
-        found |= {"qk_norm": True, "qk_norm_scope": "unweighted"}
-    return found
+        settings |= {"qk_norm": True, "qk_norm_scope": "unweighted"}
+    return settings
 
 
 def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
         raise SourceError(f"has {min(biases)} = true, but only false is supported")
     if config.get("mlp_hidden_act", "relu2") != "relu2":
         raise SourceError(f"has mlp_hidden_act = {str(config['mlp_hidden_act'])[:80]}, but not relu2")
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "block_types": shortest([str(kind) for kind in kinds]),
         "num_hidden_layers": len(kinds),
         "head_dim": config.get("attention_head_dim", config.get("head_dim", 128)),
@@ -121,9 +121,9 @@ def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
         },
     }
     if "mamba" not in kinds:
-        del found["mamba"]
+        del settings["mamba"]
     if "experts" in kinds:
-        found |= {
+        settings |= {
             "num_experts": _whole(config, "n_routed_experts", 8),
             "num_experts_per_tok": _whole(config, "num_experts_per_tok", 2),
             "moe_intermediate_size": _whole(config, "moe_intermediate_size", 7688),
@@ -132,8 +132,8 @@ def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
             **{"topk_method": "noaux_tc", "router_aux_loss_coef": config.get("router_aux_loss_coef") or 0.0},
         }
         groups = ("n_group", "topk_group", "routed_scaling_factor")
-        found |= {key: config[key] for key in groups if key in config}
-    return found
+        settings |= {key: config[key] for key in groups if key in config}
+    return settings
 
 
 def _jamba(config: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _jamba(config: dict[str, Any]) -> dict[str, Any]:
         return f"{mixer}+{'experts' if experts > 1 and layer % routes[0] == routes[1] else 'mlp'}"
 
     rank = config.get("mamba_dt_rank", "auto")
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "block_types": shortest([kind(layer) for layer in range(layers)]),
         "mamba": {
             "num_heads": _whole(config, "mamba_expand", 2) * hidden,
@@ -160,9 +160,9 @@ def _jamba(config: dict[str, Any]) -> dict[str, Any]:
         },
     }
     if experts > 1:
-        found |= {"num_experts": experts, "num_experts_per_tok": _whole(config, "num_experts_per_tok", 2)}
-        found["router_aux_loss_coef"] = config.get("router_aux_loss_coef")
-    return found
+        settings |= {"num_experts": experts, "num_experts_per_tok": _whole(config, "num_experts_per_tok", 2)}
+        settings["router_aux_loss_coef"] = config.get("router_aux_loss_coef")
+    return settings
 
 
 def _falcon(config: dict[str, Any]) -> dict[str, Any]:
@@ -183,13 +183,13 @@ def _falcon(config: dict[str, Any]) -> dict[str, Any]:
 
 def _glm4(config: dict[str, Any]) -> dict[str, Any]:
     """Return the biases of a GLM-4, which its output projection does not have, and the shared experts of a GLM-4.5."""
-    found: dict[str, Any] = {"qkv_bias": config.get("attention_bias", config["model_type"] == "glm4")}
+    settings: dict[str, Any] = {"qkv_bias": config.get("attention_bias", config["model_type"] == "glm4")}
     if config["model_type"] == "glm4_moe":
         wide = _whole(config, "moe_intermediate_size", 1408)
-        found |= {key: config[key] for key in _GLM_EXPERTS if key in config}
-        found |= {"moe_intermediate_size": wide, "qk_norm": config.get("use_qk_norm", False)}
-        found["shared_expert_intermediate_size"] = config.get("n_shared_experts", 1) * wide
-    return found
+        settings |= {key: config[key] for key in _GLM_EXPERTS if key in config}
+        settings |= {"moe_intermediate_size": wide, "qk_norm": config.get("use_qk_norm", False)}
+        settings["shared_expert_intermediate_size"] = config.get("n_shared_experts", 1) * wide
+    return settings
 
 
 def _whole(config: dict[str, Any], key: str, default: int) -> int:

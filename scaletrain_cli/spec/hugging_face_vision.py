@@ -104,16 +104,16 @@ def vision_from_config(config: dict[str, Any], read_text: ReadText, ignored: lis
     known = VISION_KEYS[family]
     towers = _TOWERS.keys() & set(VISION[family].model_fields)
     check_keys(config, KnownKeys(known.used | fields | towers, known.irrelevant, known.only), ignored)
-    found = _values(config, fields)
+    values = _values(config, fields)
     if isinstance(config.get("id2label"), dict) and "num_labels" in fields:
-        found["num_labels"] = len(config["id2label"])
+        values["num_labels"] = len(config["id2label"])
     if family == "llava":
-        return {"family": family, **_llava(config, found, read_text, ignored)}
+        return {"family": family, **_llava(config, values, read_text, ignored)}
     for tower in sorted(towers):
         # transformers prefers the older key, if it is there
         given = config.get(f"{tower}_dict") or config.get(tower) or {}
-        found[tower] = _tower(given, tower, ignored)
-    whole = merged(vision_presets()[_DEFAULTS[family]], {**found, "family": family})
+        values[tower] = _tower(given, tower, ignored)
+    whole = merged(vision_presets()[_DEFAULTS[family]], {**values, "family": family})
     stages, depths = config.get("num_stages"), whole.get("depths")
     if stages is None and "num_hidden_layers" in known.used:  # its name in other models
         stages = config.get("num_hidden_layers")
@@ -122,7 +122,7 @@ def vision_from_config(config: dict[str, Any], read_text: ReadText, ignored: lis
     return whole
 
 
-def _llava(config: dict[str, Any], found: dict[str, Any], read_text: ReadText, ignored: list[str]) -> dict[str, Any]:
+def _llava(config: dict[str, Any], values: dict[str, Any], read_text: ReadText, ignored: list[str]) -> dict[str, Any]:
     given, text = config.get("vision_config"), config.get("text_config") or {}
     if not isinstance(text, dict):
         raise SourceError(f"has text_config = {str(text)[:80]}, which is not a mapping")
@@ -146,9 +146,9 @@ def _llava(config: dict[str, Any], found: dict[str, Any], read_text: ReadText, i
     if config.get("tie_word_embeddings"):
         language["tie_word_embeddings"] = True
     language.pop("final_logit_softcapping", None)  # LLaVA has a head of its own in transformers, without a cap
-    if "image_token_index" not in found and config.get("image_token_id") is not None:
-        found["image_token_index"] = config["image_token_id"]
-    return {**found, "vision_config": {**base, **tower}, "text_config": language}
+    if "image_token_index" not in values and config.get("image_token_id") is not None:
+        values["image_token_index"] = config["image_token_id"]
+    return {**values, "vision_config": {**base, **tower}, "text_config": language}
 
 
 def read_tower(config: dict[str, Any], read: ReadText) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def read_tower(config: dict[str, Any], read: ReadText) -> dict[str, Any]:
         raise SourceError(
             f"has model_type = {str(kind)[:80]}, but only clip_vision_model, clip and llava have an image tower"
         )
-    found: dict[str, Any] = read(config, [])["vision_config"]
-    return found
+    tower: dict[str, Any] = read(config, [])["vision_config"]
+    return tower
 
 
 def _tower(given: Any, name: str, ignored: list[str]) -> dict[str, Any]:
@@ -177,20 +177,20 @@ def _tower(given: Any, name: str, ignored: list[str]) -> dict[str, Any]:
 
 def _values(config: Mapping[str, Any], fields: set[str]) -> dict[str, Any]:
     """Return the values of these keys that are not null, as the spec has them. Raises SourceError."""
-    found = {key: value for key, value in config.items() if key in fields and value is not None}
+    values = {key: value for key, value in config.items() if key in fields and value is not None}
     for key in ("hidden_act", "projector_hidden_act"):
-        if key in found and found[key] not in _ACTIVATIONS:
+        if key in values and values[key] not in _ACTIVATIONS:
             allowed = either(tuple(_ACTIVATIONS))
-            raise SourceError(f"has {key} = {str(found[key])[:80]}, but only {allowed} is supported")
-        if key in found:
-            found[key] = _ACTIVATIONS[found[key]]
+            raise SourceError(f"has {key} = {str(values[key])[:80]}, but only {allowed} is supported")
+        if key in values:
+            values[key] = _ACTIVATIONS[values[key]]
     for key in ("image_size", "patch_size"):
-        size = found.get(key)
+        size = values.get(key)
         if isinstance(size, list):
             if len(size) != 2 or size[0] != size[1]:
                 raise SourceError(f"has {key} = {str(size)[:80]}, but only squares are supported")
-            found[key] = size[0]
-    return found
+            values[key] = size[0]
+    return values
 
 
 def vision_differences(spec: AnyVision, trained: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:

@@ -141,10 +141,10 @@ def _scaling(spec: ModelSpec) -> dict[str, object] | None:
     """Return the scaling as it would be read from a config.json."""
     if spec.rope_scaling is None:
         return None
-    found = spec.rope_scaling.to_hugging_face()
+    scaling = spec.rope_scaling.to_hugging_face()
     if spec.rope_scaling.rope_type == "yarn":
-        found.setdefault("original_max_position_embeddings", spec.max_position_embeddings)
-    return found
+        scaling.setdefault("original_max_position_embeddings", spec.max_position_embeddings)
+    return scaling
 
 
 def _flow(value: object) -> str:
@@ -213,27 +213,27 @@ def _differences(model: ModelSpec, kind: str) -> list[tuple[str, str]]:
     known = ARCHITECTURES[kind]
     if known.family == "gpt":
         return []
-    found = []
+    differences = []
     for key in TRAITS:
         if key in known.varies:
             continue
         usual = known.fixed.get(key, ModelSpec.model_fields[key].default)
         if _effective(model, key) != _effective(model.model_copy(update={key: usual}), key):
             shown = "removed" if usual is None or usual == () else _flow(usual)
-            found.append((key, f"must be {shown}, as in {kind}."))
+            differences.append((key, f"must be {shown}, as in {kind}."))
     if "layer_types" not in known.varies and "sliding_window" in known.varies and model.layer_types:
-        found = [(key, why) for key, why in found if key != "layer_types"]
+        differences = [(key, why) for key, why in differences if key != "layer_types"]
         if {"full_attention"} & set(model.layer_types):
-            found.append(("layer_types", f"must be removed: every layer of {kind} has a sliding window."))
+            differences.append(("layer_types", f"must be removed: every layer of {kind} has a sliding window."))
     scaling = model.rope_scaling
     if scaling is not None and scaling.rope_type not in known.ropes:
-        found.append(("rope_scaling.rope_type", f"must be {' or '.join(known.ropes)}, as in {kind}."))
+        differences.append(("rope_scaling.rope_type", f"must be {' or '.join(known.ropes)}, as in {kind}."))
     if kind == "gpt_oss" and model.swiglu_limit is None:
-        found.append(("swiglu_limit", "must be a number, as in gpt_oss."))
+        differences.append(("swiglu_limit", "must be a number, as in gpt_oss."))
     unscaled = kind in ("gemma3_text", "olmo3") and model.sliding_window and scaling is not None
     if unscaled and not model.rope_local_base_freq:
-        found.append(("rope_local_base_freq", f"must be set: layers with a window are not scaled in {kind}."))
-    return found
+        differences.append(("rope_local_base_freq", f"must be set: layers with a window are not scaled in {kind}."))
+    return differences
 
 
 def _effective(model: ModelSpec, key: str) -> object:
@@ -298,25 +298,25 @@ def _shared_experts(model: ModelSpec) -> int:
 def _windows(model: ModelSpec, kind: str) -> dict[str, Any]:
     """Return the window of a model, and the kind of each layer where the architecture has several."""
     known = ARCHITECTURES[kind]
-    found: dict[str, Any] = {"sliding_window": model.sliding_window}
+    settings: dict[str, Any] = {"sliding_window": model.sliding_window}
     if "use_sliding_window" in known.used:
-        found["use_sliding_window"] = model.sliding_window is not None
+        settings["use_sliding_window"] = model.sliding_window is not None
     if "layer_types" in known.varies:
         layers = range(model.num_hidden_layers)
-        found["layer_types"] = ["sliding_attention" if model.slides(layer) else "full_attention" for layer in layers]
+        settings["layer_types"] = ["sliding_attention" if model.slides(layer) else "full_attention" for layer in layers]
         if kind.startswith(("gemma", "gpt_oss", "olmo3")) and model.sliding_window is None:
-            found["sliding_window"] = known.defaults["sliding_window"]  # transformers wants one; no layer uses it
-    return found
+            settings["sliding_window"] = known.defaults["sliding_window"]  # transformers wants one; no layer uses it
+    return settings
 
 
 def _rope_scaling(model: ModelSpec) -> dict[str, object] | None:
     if model.rope_scaling is None:
         return None
     # transformers 4 reads the type and the original context here; transformers 5 reads both only from here.
-    found = {"original_max_position_embeddings": model.max_position_embeddings} | model.rope_scaling.to_hugging_face()
+    rope = {"original_max_position_embeddings": model.max_position_embeddings} | model.rope_scaling.to_hugging_face()
     if model.rope_scaling.rope_type in ("linear", "dynamic"):
-        del found["original_max_position_embeddings"]
-    return {**found, "rope_theta": model.rope_theta}
+        del rope["original_max_position_embeddings"]
+    return {**rope, "rope_theta": model.rope_theta}
 
 
 def _unknown_to_all(model: ModelSpec) -> list[Problem]:
@@ -353,9 +353,9 @@ def _unknown_to_all(model: ModelSpec) -> list[Problem]:
             "must be hidden_size / num_attention_heads, as in GPT-2.",
         ),
     )
-    found = [(key, why) for key, applies, why in wrong if applies]
-    found += _differences(model, _closest(model))
-    return [Problem("model", f"model.{key}", why, str(_shown(model, key))) for key, why in found]
+    problems = [(key, why) for key, applies, why in wrong if applies]
+    problems += _differences(model, _closest(model))
+    return [Problem("model", f"model.{key}", why, str(_shown(model, key))) for key, why in problems]
 
 
 def _shown(model: ModelSpec, key: str) -> object:

@@ -379,12 +379,12 @@ class KubernetesSpec(BackendSection):
                 yield key, hides
             taken[path] = key
         for section, overrides in self.all_overrides.items():
-            found = override_problems(
+            problems = override_problems(
                 overrides,
                 devices,
                 taken,
                 volcano=self.backend == "volcano",
                 preparation=section.startswith("preparation."),
             )
-            for key, message in found:
+            for key, message in problems:
                 yield f"{section}.{key}", message

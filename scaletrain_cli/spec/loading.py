@@ -136,8 +136,8 @@ def parse_spec(
         cluster.apply_to(raw, source)
     problems = _apply(raw, overrides, source)
     incomplete = _complete_model(raw, base_dir, source)
-    spec, found = _validate(raw, given, source, model_is_known=not incomplete)
-    problems = with_secrets(problems + incomplete + found, raw, source)
+    spec, errors = _validate(raw, given, source, model_is_known=not incomplete)
+    problems = with_secrets(problems + incomplete + errors, raw, source)
     if problems or spec is None:
         count = len(problems)
         raise SpecError(f"{file}: {counted(count, 'problem')} in the run spec", tuple(problems), file=file)
@@ -159,8 +159,8 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
     _apply(given, overrides, Source(file))
     # An emptied override counts as missing, as in a file.
     raw = {key: value for key, value in raw.items() if value is not None}
-    new, found = _validate(raw, given, source, model_is_known=True)
-    problems = with_secrets(problems + found, raw, source)
+    new, errors = _validate(raw, given, source, model_is_known=True)
+    problems = with_secrets(problems + errors, raw, source)
     if problems or new is None:
         raise SpecError("the overrides do not give a valid run spec", tuple(problems))
     new.read_from(source)
@@ -412,8 +412,8 @@ def _config_path(given: str, base_dir: Path, environment: Mapping[str, str]) -> 
         if sent().spec:  # by another machine, with the files that it names beside it
             return beside
         if not os.path.exists(expand_home(given)) and os.path.exists(beside):
-            found = f"is not in the current folder, to which every path of a spec is relative, but at {beside}"
-            raise SourceError(found, f"Write {beside}, or run the command in {base_dir}.")
+            message = f"is not in the current folder, to which every path of a spec is relative, but at {beside}"
+            raise SourceError(message, f"Write {beside}, or run the command in {base_dir}.")
         return expand_home(given)
     from scaletrain_cli.hub.cache import HubSettings
     from scaletrain_cli.spec.hub_files import read_hub_config

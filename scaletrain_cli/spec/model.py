@@ -342,14 +342,14 @@ class ModelSpec(Section):
         """Return how many of ``count`` blocks from block ``first`` on consist of which parts."""
         if not self.block_types:
             dense = self.dense_blocks(first, count)
-            found = {DENSE_BLOCK: dense, SPARSE_BLOCK: count - dense}
+            by_parts = {DENSE_BLOCK: dense, SPARSE_BLOCK: count - dense}
         else:
-            found, pattern = {}, self.block_types
+            by_parts, pattern = {}, self.block_types
             repeats, rest = divmod(count, len(pattern))
             for place, kind in enumerate(pattern):
                 times = repeats + ((place - first) % len(pattern) < rest)
-                found[parts_of(kind)] = found.get(parts_of(kind), 0) + times
-        return tuple((parts, times) for parts, times in found.items() if times)
+                by_parts[parts_of(kind)] = by_parts.get(parts_of(kind), 0) + times
+        return tuple((parts, times) for parts, times in by_parts.items() if times)
 
     def layers_with(self, part: str) -> int:
         """Return the number of blocks with a part: ``attention``, ``mamba``, ``mlp`` or ``experts``."""

@@ -96,8 +96,8 @@ def _rotary_inconsistencies(model: ModelSpec) -> Iterator[tuple[str, str]]:
     if scaling is not None:
         if model.positions != "rotary":
             yield "rope_scaling", f"has no effect on {model.positions} positions. Remove it."
-        found = scaling.problems_with(model.rotary_dim // 2, model.rope_theta, model.max_position_embeddings)
-        yield from ((f"rope_scaling.{key}", message) for key, message in found)
+        problems = scaling.problems_with(model.rotary_dim // 2, model.rope_theta, model.max_position_embeddings)
+        yield from ((f"rope_scaling.{key}", message) for key, message in problems)
     if model.positions == "rotary" and (model.rotary_dim % 2 or not model.rotary_dim):
         key = "qk_rope_head_dim" if model.kv_lora_rank else "head_dim"
         if model.partial_rotary_factor < 1 and not model.kv_lora_rank:
@@ -133,5 +133,5 @@ def _attention_inconsistencies(model: ModelSpec) -> Iterator[tuple[str, str]]:
 
 def divisors(number: int) -> str:
     """Return the divisors of ``number`` as text: ``1, 2, 4 or 8``."""
-    found = [str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0]
-    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + f" or {found[-1]}"
+    numbers = [str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0]
+    return numbers[0] if len(numbers) == 1 else ", ".join(numbers[:-1]) + f" or {numbers[-1]}"

@@ -114,8 +114,8 @@ def hidden_path(path: str, taken: Mapping[str, str]) -> str | None:
 
 def items_of(overrides: Mapping[str, Any], field: str) -> dict[str, str]:
     """Return the names of the items of a list of the agent's container (variables, mount paths), each with its key."""
-    found = ((key, re.fullmatch(rf"{_AGENT}\.{field}\[(.*)\]", place)) for key, place, _ in _walk(overrides))
-    return {match[1]: key for key, match in found if match is not None}
+    matches = ((key, re.fullmatch(rf"{_AGENT}\.{field}\[(.*)\]", place)) for key, place, _ in _walk(overrides))
+    return {match[1]: key for key, match in matches if match is not None}
 
 
 def _walk(value: Any, key: str = "", place: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -152,12 +152,12 @@ def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
     """Yield the contradictions of a section, with their locations."""
     match section:
         case RunSpec():
-            found = run_inconsistencies(section)
+            problems = run_inconsistencies(section)
         case ModelSpec():
-            found = model_inconsistencies(section)
+            problems = model_inconsistencies(section)
         case _:
-            found = section.inconsistencies() if hasattr(section, "inconsistencies") else iter(())
-    for dotted, message in found:
+            problems = section.inconsistencies() if hasattr(section, "inconsistencies") else iter(())
+    for dotted, message in problems:
         inner = key_of(dotted)
         full, value = (*key, *inner), section
         for part in inner:
@@ -270,7 +270,7 @@ def _branch(annotation: Any, tag: object) -> Any:
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Annotated and Tag(str(tag)) in arguments:
         return arguments[0] if hasattr(arguments[0], "model_fields") else None
-    return next((found for argument in arguments if (found := _branch(argument, tag)) is not None), None)
+    return next((section for argument in arguments if (section := _branch(argument, tag)) is not None), None)
 
 
 def _options(annotation: Any) -> Iterator[Any]:

@@ -91,5 +91,5 @@ class RopeScalingSpec(Section):
 
     def to_hugging_face(self) -> dict[str, object]:
         """Return the section as in config.json."""
-        found = self.model_dump(exclude_none=True)
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+        settings = self.model_dump(exclude_none=True)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}

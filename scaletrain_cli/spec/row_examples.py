@@ -80,8 +80,8 @@ def images_of(row: Mapping[str, Any], fields: FieldsSpec) -> tuple[GivenImage, .
     column = next((name for name in columns if row.get(name) not in (None, "")), None)
     if column is None:
         return ()
-    found = row[column]
-    return tuple(_given_image(each, column) for each in (found if isinstance(found, list | tuple) else [found]))
+    images = row[column]
+    return tuple(_given_image(each, column) for each in (images if isinstance(images, list | tuple) else [images]))
 
 
 def _given_image(given: Any, column: str) -> GivenImage:

@@ -78,27 +78,27 @@ def _message(entry: Any, number: int, column: str, fields: FieldsSpec) -> Messag
     roles = ROLES | dict(fields.roles)
     if of_sharegpt and role not in roles and role != CALL:
         raise RowError("sharegpt-role", number=number, role=role, known=sorted({*roles, CALL}))
-    found: Message = {"role": roles.get(role, role), "content": content, **message}
+    turn: Message = {"role": roles.get(role, role), "content": content, **message}
     if role == CALL:
         calls = [{"type": "function", "function": call} for call in _calls(content, number)]
         return {**message, "role": ASSISTANT, "content": "", "tool_calls": calls, CALL: True}
     # Chat templates ask whether the value is true, or only whether the key is there: an empty value is left out.
-    call, calls = (from_json(found.pop(key, None)) for key in (CALL, "tool_calls"))
+    call, calls = (from_json(turn.pop(key, None)) for key in (CALL, "tool_calls"))
     if call:
-        found["tool_calls"] = [{"type": "function", "function": each} for each in _calls(call, number)]
+        turn["tool_calls"] = [{"type": "function", "function": each} for each in _calls(call, number)]
     elif calls:
-        found["tool_calls"] = _calls(calls, number)
+        turn["tool_calls"] = _calls(calls, number)
     if isinstance(content, list):
-        found["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-        for part in found["content"]:
+        turn["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        for part in turn["content"]:
             if not isinstance(part, dict) or not (is_image_part(part) or isinstance(part.get("text"), str)):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 raise RowError("part", number=number, type=str(kind))
     elif not isinstance(content, str):
-        says_more = found.get("tool_calls") or any(found.get(name) for name in REASONING)
+        says_more = turn.get("tool_calls") or any(turn.get(name) for name in REASONING)
         if content is not None or not says_more:
             raise RowError("message", number=number, column=column)
-    return found
+    return turn
 
 
 def _calls(value: Any, number: int) -> list[Any]:

@@ -334,14 +334,14 @@ class RunSpec(Section):
     @property
     def initial_weights(self) -> "tuple[InitialWeights, ...]":
         """Return the files with initial weights: of the whole model, or of its parts."""
-        model, found = self.model, []
+        model, weights = self.model, []
         parts: dict[str, Any] = {"": model}
         if isinstance(model, LlavaSpec):
             parts |= {"vision_": model.vision_config, "text_": model.text_config}
         for name, part in parts.items():
             if (path := getattr(model, f"{name}weights", None)) is not None:
-                found.append(InitialWeights(f"model.{name}weights", path, part))
-        return tuple(found)
+                weights.append(InitialWeights(f"model.{name}weights", path, part))
+        return tuple(weights)
 
     @property
     def language_weights(self) -> str | None:

@@ -200,10 +200,10 @@ def _vision_inconsistencies(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 def _mixture_inconsistencies(spec: RunSpec, *parts: str) -> Iterator[tuple[str, str]]:
     """``parts``: of a sample of images that the run reads; none for text."""
-    found = [*format_inconsistencies(spec.data.sources, parts)]
+    problems = [*format_inconsistencies(spec.data.sources, parts)]
     if spec.training.epochs is None:
-        found += stage_order_problems(spec.data.stages, spec.total_steps)
-    yield from ((f"data.{key}", message) for key, message in found)
+        problems += stage_order_problems(spec.data.stages, spec.total_steps)
+    yield from ((f"data.{key}", message) for key, message in problems)
 
 
 def _image_inconsistencies(spec: RunSpec) -> Iterator[tuple[str, str]]:

@@ -93,24 +93,24 @@ def clear_secrets(raw: Mapping[str, Any]) -> tuple[ClearSecret, ...]:
 
 def with_secrets(problems: list[Problem], raw: Mapping[str, Any], source: Source) -> list[Problem]:
     """Return the problems and one for each secret in plain text, without any text that looks like a secret."""
-    found = clear_secrets(raw)
+    secrets = clear_secrets(raw)
     named = _names_of_secrets(raw) if any(problem.key in _SECRET_KEYS for problem in problems) else set()
-    others = [each for each in found if each.key[0] != "env" or each.key[-1] not in named]
+    others = [each for each in secrets if each.key[0] != "env" or each.key[-1] not in named]
     cleaned = []  # with no text that looks like a secret
     for problem in problems:
         where = problem.where
-        if _hidden(where, found) != where:
-            where = Place(_hidden(problem.file or where, found), problem.line)
+        if _hidden(where, secrets) != where:
+            where = Place(_hidden(problem.file or where, secrets), problem.line)
         # Values are shown shortened, so the beginning of a secret could remain.
-        around = any(problem.key and ".".join(map(str, each.key)).startswith(problem.key) for each in found)
+        around = any(problem.key and ".".join(map(str, each.key)).startswith(problem.key) for each in secrets)
         names_one = _why_name("?", tuple(problem.key.split("."))) is not None
         if problem.given is not None and (around or names_one):
             problem = replace(problem, given=HIDDEN)
         texts = {name: getattr(problem, name) for name in ("key", "message", "given", "hint")}
-        shown: dict[str, Any] = {name: text and _hidden(text, found) for name, text in texts.items()}
+        shown: dict[str, Any] = {name: text and _hidden(text, secrets) for name, text in texts.items()}
         reason = problem.reason if shown == texts else None  # its parameters are parts of the message
         cleaned.append(replace(problem, where=where, reason=reason, **shown))
-    return [*(_problem(each, found, source) for each in others), *cleaned]
+    return [*(_problem(each, secrets, source) for each in others), *cleaned]
 
 
 def _names_of_secrets(raw: Mapping[str, Any]) -> set[object]:
@@ -124,19 +124,19 @@ def _names_of_secrets(raw: Mapping[str, Any]) -> set[object]:
     return names
 
 
-def _problem(secret: ClearSecret, found: tuple[ClearSecret, ...], source: Source) -> Problem:
-    dotted = _hidden(".".join(map(str, secret.key)), found)
+def _problem(secret: ClearSecret, secrets: tuple[ClearSecret, ...], source: Source) -> Problem:
+    dotted = _hidden(".".join(map(str, secret.key)), secrets)
     name = str(secret.key[-1]) if secret.key[0] == "env" else "NAME"
     message = f"{secret.why}, but specs are stored and sent as plain text."
-    hint = f"Remove it here, write secret_env: [{_hidden(name, found)}], and export the value before you submit."
+    hint = f"Remove it here, write secret_env: [{_hidden(name, secrets)}], and export the value before you submit."
     if secret.key[0] == "data" and "://" in secret.value:
         hint = "Remove it here, and use s3://, gs:// or az:// with credentials from the environment."
     return Problem(source.place(secret.key), dotted, message, HIDDEN, hint)
 
 
-def _hidden(text: str, found: tuple[ClearSecret, ...]) -> str:
+def _hidden(text: str, secrets: tuple[ClearSecret, ...]) -> str:
     """Return the text without the values of the secrets and without anything that has the form of a secret."""
-    return hide_values(text, (secret.value for secret in found))
+    return hide_values(text, (secret.value for secret in secrets))
 
 
 def _below(value: Any, key: Key) -> Iterator[ClearSecret]:

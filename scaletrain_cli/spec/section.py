@@ -127,7 +127,7 @@ _PLUGINS = "plugins"
 
 def _checked_plugins(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     section: type[OpenSection] = value.pop("")  # see OpenSection._set_plugins_apart
-    found: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     errors: list[InitErrorDetails] = []
     for name, given in value.items():
         recorded = (info.context or {}).get("recorded")
@@ -139,7 +139,7 @@ def _checked_plugins(value: dict[str, Any], info: ValidationInfo) -> dict[str, A
                 continue
             model = None
         if model is None and recorded and isinstance(given, dict):
-            found[name] = UnknownPlugin(**given)
+            sections[name] = UnknownPlugin(**given)
         elif model is None:
             errors.append(InitErrorDetails(type="extra_forbidden", loc=(name,), input=given))
         else:
@@ -147,12 +147,12 @@ def _checked_plugins(value: dict[str, Any], info: ValidationInfo) -> dict[str, A
                 with without_pydantic_plugins():
                     model.model_rebuild(raise_errors=False)
             try:
-                found[name] = model.model_validate({} if given is None else given)
+                sections[name] = model.model_validate({} if given is None else given)
             except ValidationError as error:
                 errors += [nested_error(name, detail) for detail in error.errors(include_url=False)]
     if errors:
         raise ValidationError.from_exception_data(section.__name__, errors)
-    return found
+    return sections
 
 
 def plugin_broken(error: PluginError) -> PydanticCustomError:

@@ -22,10 +22,10 @@ def variants(settings: Sequence[str], option: str = VARY_OPTION, most: int = _MO
     is named in errors. Raises UsageError.
     """
     lists = [_one_setting(setting, option) for setting in settings]
-    found = list(itertools.islice(itertools.product(*lists), most + 1))
-    if len(found) > most:
+    combinations = list(itertools.islice(itertools.product(*lists), most + 1))
+    if len(combinations) > most:
         raise UsageError(f"{option} makes more than {most} variants. Give fewer values, or fewer keys.")
-    return found
+    return combinations
 
 
 def _one_setting(setting: str, option: str) -> list[str]:

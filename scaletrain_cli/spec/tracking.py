@@ -39,13 +39,13 @@ class TrackingSpec(OpenSection):
             return value
         named: dict[str, Any] = {}
         for item in value:
-            if (found := _item(item)) is None:
+            if (tracker := _item(item)) is None:
                 raise PydanticCustomError("tracker_form", _FORM)
-            if found[0] in named:
+            if tracker[0] in named:
                 raise PydanticCustomError(
-                    "tracker_twice", "must name each tracker once, not {name} twice", {"name": found[0]}
+                    "tracker_twice", "must name each tracker once, not {name} twice", {"name": tracker[0]}
                 )
-            named[found[0]] = found[1]
+            named[tracker[0]] = tracker[1]
         return named
 
     @property
@@ -75,8 +75,8 @@ def name_trackers(raw: dict[str, Any], source: Source) -> None:
     items = raw.get("tracking")
     if not isinstance(items, list):
         return
-    found = [_item(item) for item in items]
-    names = [each[0] for each in found if each is not None]
+    trackers = [_item(item) for item in items]
+    names = [each[0] for each in trackers if each is not None]
     if len(set(names)) < len(items):
         return
     places: dict[Key, str] = {}
@@ -89,4 +89,4 @@ def name_trackers(raw: dict[str, Any], source: Source) -> None:
         places |= {("tracking", name, *rest): place for rest, place in below if rest}
     others = {key: place for key, place in source.places.items() if key[0:1] != ("tracking",) or len(key) == 1}
     source.places = others | places
-    raw["tracking"] = {each[0]: each[1] for each in found if each is not None}
+    raw["tracking"] = {each[0]: each[1] for each in trackers if each is not None}

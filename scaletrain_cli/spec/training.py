@@ -169,8 +169,8 @@ class OptimizerSpec(Section):
     def traits(self) -> OptimizerTraits:
         """Return what is known of the optimizer; of one that cannot be loaded here, that no layout excludes it."""
         with contextlib.suppress(PluginError):  # reported with the line of the spec that names it
-            if (found := optimizer_traits(self.name)) is not None:
-                return found
+            if (traits := optimizer_traits(self.name)) is not None:
+                return traits
         return OptimizerTraits(offload=("cpu", "nvme"))
 
 

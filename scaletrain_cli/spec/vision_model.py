@@ -286,8 +286,8 @@ OBJECTIVES_OF: dict[str, tuple[str, ...]] = {
 def _inner(model: ClipSpec | LlavaSpec) -> Iterator[tuple[str, str]]:
     yield from ((f"vision_config.{key}", message) for key, message in model.vision_config.inconsistencies())
     text = model.text_config
-    found = model_inconsistencies(text) if isinstance(text, ModelSpec) else text.inconsistencies()
-    yield from ((f"text_config.{key}", message) for key, message in found)
+    problems = model_inconsistencies(text) if isinstance(text, ModelSpec) else text.inconsistencies()
+    yield from ((f"text_config.{key}", message) for key, message in problems)
 
 
 def image_channels(model: VisionSpec | LlavaSpec) -> int:

@@ -101,7 +101,7 @@ def parsed_headers(path: str, header: bytes, size: int) -> dict[str, Header]:
     try:
         entries = {key: entry for key, entry in json.loads(header).items() if key != "__metadata__"}
         ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
-        found = {
+        headers = {
             key: Header(path, tuple(map(int, entry.get("shape", ()))), str(entry.get("dtype", "")))
             for key, entry in entries.items()
         }
@@ -110,7 +110,7 @@ def parsed_headers(path: str, header: bytes, size: int) -> dict[str, Header]:
     expected = 8 + len(header) + max(ends, default=0)
     if size != expected:
         raise DamagedHeaderError(name, size, expected)
-    return found
+    return headers
 
 
 def mixtral_name(name: str) -> str:
@@ -211,13 +211,13 @@ class ExpertPlace(NamedTuple):
 
 def expert_place(name: str, shape: Shape, experts: int) -> ExpertPlace | None:
     """Return the place of an expert's parameter with this name and whole shape; None for all other parameters."""
-    if (found := _EXPERT.fullmatch(name)) is None:
+    if (match := _EXPERT.fullmatch(name)) is None:
         return None
-    joined, is_bias = found["matrix"] in _GATES, found["kind"] == "bias"
-    first, step = (_GATES[found["matrix"]], 2) if joined else (0, 1)
-    stack = f"{found['experts']}.{'gate_up_proj' if joined else found['matrix']}{'_bias' if is_bias else ''}"
+    joined, is_bias = match["matrix"] in _GATES, match["kind"] == "bias"
+    first, step = (_GATES[match["matrix"]], 2) if joined else (0, 1)
+    stack = f"{match['experts']}.{'gate_up_proj' if joined else match['matrix']}{'_bias' if is_bias else ''}"
     stored = (experts, *reversed(shape[1:]), shape[0] * step)
-    return ExpertPlace(stack, int(found["number"]), first, step, stored, is_bias)
+    return ExpertPlace(stack, int(match["number"]), first, step, stored, is_bias)
 
 
 def stacked_place(name: str, shape: Shape, experts: int, files: Collection[str]) -> ExpertPlace | None:
@@ -343,13 +343,13 @@ class WeightDifferences:
     def _of_scales(self, stored: str, shape: Shape) -> Iterator[Problem]:
         """Yield how the scales of a matrix in fp8 differ from its blocks."""
         name = scales_of(stored)
-        found = self._files[name].shape
+        scale_shape = self._files[name].shape
         # Blocks at the end of a matrix may be smaller.
         expected = tuple(-(-size // each) for size, each in zip(shape, self._block, strict=False))
-        if found != expected:
+        if scale_shape != expected:
             rows, columns = self._block
             message = f"blocks of {rows} x {columns} have scales {list(expected)}."
-            yield Problem(self._files[name].file, name, message, str(list(found)))
+            yield Problem(self._files[name].file, name, message, str(list(scale_shape)))
 
     def _of_stack(self, place: ExpertPlace) -> Iterator[Problem]:
         """Yield how the tensors of a layer's experts differ from the model, once for all experts."""
@@ -385,15 +385,15 @@ def stacked_factor(module: Adapted, modules: Sequence[Adapted], letter: str) -> 
 
 def peft_shapes(adapter: AdapterSpec, modules: Sequence[Adapted]) -> dict[str, Shape]:
     """Return the names and shapes of the tensors in adapter_model.safetensors."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for module in modules:
         if module.kind == "experts":
             rank = adapter.rank * module.experts
-            found[stacked_factor(module, modules, "A")] = (rank, module.inputs)
-            found[stacked_factor(module, modules, "B")] = (module.outputs, rank)
+            shapes[stacked_factor(module, modules, "A")] = (rank, module.inputs)
+            shapes[stacked_factor(module, modules, "B")] = (module.outputs, rank)
         else:
-            found |= {PEFT_PREFIX + name: shape for name, shape in factor_shapes(adapter, module).items()}
-    return found
+            shapes |= {PEFT_PREFIX + name: shape for name, shape in factor_shapes(adapter, module).items()}
+    return shapes
 
 
 def peft_differences(expected: Mapping[str, Shape], stored: Mapping[str, Shape], path: str) -> Iterator[Problem]:

@@ -67,13 +67,13 @@ def _read_folder(folder: Path, names: list[str], attempt: int, newest: int | Non
     gpus: dict[str, Series] = {}
     nodes: dict[str, Series] = {}
     layers: dict[str, Series] = {}
-    found = [match for name in names if (match := _NODE_FILE.fullmatch(name))]
-    found.sort(key=lambda match: int(match[1]))
+    matches = [match for name in names if (match := _NODE_FILE.fullmatch(name))]
+    matches.sort(key=lambda match: int(match[1]))
     first: dict[str, str] = {}
-    for match in found:
+    for match in matches:
         first.setdefault(match[2], match[1])
-    number = min(len(found), max(most_nodes, 1))
-    for match in (found[len(found) * index // number] for index in range(number)):
+    number = min(len(matches), max(most_nodes, 1))
+    for match in (matches[len(matches) * index // number] for index in range(number)):
         node = match[2] if first[match[2]] == match[1] else f"{match[2]}#{int(match[1])}"
         for subject, series in _read(folder / match[0], newest).items():
             kind = _SUBJECT.fullmatch(subject)
@@ -86,7 +86,7 @@ def _read_folder(folder: Path, names: list[str], attempt: int, newest: int | Non
     for subject, series in _read(folder / "layers.jsonl.gz", newest).items():
         if (kind := _SUBJECT.fullmatch(subject)) is not None and kind[1] == "layer":
             layers[kind[2]] = series
-    return Telemetry(attempt, dict(sorted(ranks.items())), gpus, nodes, layers, number == len(found))
+    return Telemetry(attempt, dict(sorted(ranks.items())), gpus, nodes, layers, number == len(matches))
 
 
 def _read(path: Path, newest: int | None) -> dict[str, Series]:

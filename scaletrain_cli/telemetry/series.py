@@ -166,9 +166,9 @@ def _last_parts(data: bytes, newest: int | None) -> tuple[list[Series], bool]:
     parts: list[Series] = []
     rows: Counter[str] = Counter()
     for line in reversed(_lines(data)):
-        found = _decode(line)
-        parts += reversed(found)
-        rows.update({part.subject: len(part.times) for part in found})
+        line_parts = _decode(line)
+        parts += reversed(line_parts)
+        rows.update({part.subject: len(part.times) for part in line_parts})
         if newest is not None and rows and min(rows.values()) >= newest:
             return parts, True
     return parts, False
@@ -242,11 +242,11 @@ def _decode(line: bytes) -> list[Series]:
         text = unpacker.decompress(line, _LARGEST_LINE)
         if not unpacker.eof:
             return []
-        found = json.loads(text)
-        for subject, (times, steps, counts, *values) in found["subjects"].items():
+        content = json.loads(text)
+        for subject, (times, steps, counts, *values) in content["subjects"].items():
             rows = len(times)
             columns: list[dict[str, array[float]]] = [{}, {}, {}]
-            for name, cells in zip(found["columns"], values, strict=True):
+            for name, cells in zip(content["columns"], values, strict=True):
                 if cells is not None:
                     numbers = array("d", cells)
                     is_ranged = len(numbers) > rows
@@ -272,8 +272,8 @@ def _shortened(lines: Sequence[bytes], largest: int) -> list[bytes]:
         if level >= _COARSEST:
             del kept[first]
             continue
-        found = _by_subject(part for _, line in kept[first:last] for part in _decode(line))
-        coarse = {subject: _coarser(series) for subject, series in found.items()}
+        by_subject = _by_subject(part for _, line in kept[first:last] for part in _decode(line))
+        coarse = {subject: _coarser(series) for subject, series in by_subject.items()}
         kept[first:last] = [(level + 1, _encode(level + 1, coarse))]
     return [line for _, line in kept]
 

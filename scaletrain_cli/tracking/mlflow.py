@@ -49,11 +49,11 @@ class MlflowTracker(Tracker[MlflowOptions]):
             _create_database(library, database)
         self._client: Any = library.MlflowClient(tracking_uri=given or f"sqlite:///{database}")
         experiment = self._experiment(None if given else (run.folder.absolute() / "mlflow-artifacts").as_uri())
-        found = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{run.tracking_id}'")
-        if found:
-            self._id = found[0].info.run_id
+        runs = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{run.tracking_id}'")
+        if runs:
+            self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
-            names = found[0].data.metrics
+            names = runs[0].data.metrics
             return {name: max(one.step for one in self._client.get_metric_history(self._id, name)) for name in names}
         self._id = self._client.create_run(experiment, run_name=run.run_id, tags={_TAG: run.tracking_id}).info.run_id
         leaves = [(key, str(value)[:_VALUE_CHARACTERS]) for key, value in _leaves(run.config)]
@@ -79,14 +79,14 @@ class MlflowTracker(Tracker[MlflowOptions]):
             self._client.set_terminated(self._id, status=_STATUS[outcome])
 
     def _experiment(self, artifacts: str | None) -> str:
-        found = self._client.get_experiment_by_name(self.options.experiment)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(self.options.experiment)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(self.options.experiment, artifact_location=artifacts))
             except Exception:  # of MLflow: another run, such as one of a sweep, may have created it meanwhile
-                if (found := self._client.get_experiment_by_name(self.options.experiment)) is None:
+                if (experiment := self._client.get_experiment_by_name(self.options.experiment)) is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
 
 def _holds_a_run(database: Path) -> bool:

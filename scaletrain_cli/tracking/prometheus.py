@@ -101,7 +101,7 @@ def families(
 ) -> list[Family]:
     """Return all metrics. ``run``: labels of the info metric, with ``run``; ``values``: by key of metrics.jsonl."""
     here = {"run": run["run"]}
-    found = [
+    metrics = [
         Family(f"{_PREFIX}run", "The run.", kind="info", samples=((run, 1.0),)),
         Family(f"{_PREFIX}training", "1 while an attempt trains.", samples=((here, float(training)),)),
     ]
@@ -109,7 +109,7 @@ def families(
     def one(name: str, unit: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> None:
         labelled = tuple(({**here, **labels}, value) for labels, value in samples)
         if labelled:
-            found.append(Family(f"{_PREFIX}{name}", text, unit, samples=labelled))
+            metrics.append(Family(f"{_PREFIX}{name}", text, unit, samples=labelled))
 
     for name, (key, unit, text) in _MEASURES.items():
         one(name, unit, text, [({}, values[key])] if key in values else [])
@@ -134,8 +134,8 @@ def families(
     counted = tuple(({**here, "event": name}, float(count)) for name, count in sorted(events.items()))
     if counted:
         text = "Events since this process began to count."
-        found.append(Family(f"{_PREFIX}events", text, kind="counter", samples=counted))
-    return found
+        metrics.append(Family(f"{_PREFIX}events", text, kind="counter", samples=counted))
+    return metrics
 
 
 def unit_of(column: str) -> str:
@@ -145,10 +145,10 @@ def unit_of(column: str) -> str:
     return last if last in ("seconds", "bytes", "hertz", "watts", "celsius", "ratio") and not is_rate else ""
 
 
-def exposition(found: Sequence[Family], *, openmetrics: bool) -> str:
+def exposition(families: Sequence[Family], *, openmetrics: bool) -> str:
     """Return the classic text format or OpenMetrics 1.0, without timestamps."""
     lines = []
-    for family in found:
+    for family in families:
         name = family.name if openmetrics else family.sample_name
         kind = "gauge" if family.kind == "info" and not openmetrics else family.kind
         unit = [f"# UNIT {name} {family.unit}"] if family.unit and openmetrics else []
@@ -243,8 +243,8 @@ class PrometheusTracker(Tracker[PrometheusOptions]):
         """Return the newest values in one of the two formats."""
         with self._lock:
             values, events = dict(self._values), dict(self._events)
-        found = families(self._labels, values, self._figures, events, training=self._training)
-        return exposition(found, openmetrics=openmetrics)
+        metrics = families(self._labels, values, self._figures, events, training=self._training)
+        return exposition(metrics, openmetrics=openmetrics)
 
     def answer(self, *, openmetrics: bool) -> bytes:
         """Return the text for a request, at most a second old: many requests cost as much as one a second."""

@@ -39,20 +39,20 @@ def tracker_class(name: str) -> type[Tracker[Any]]:
     """Return the class of a tracker. Raises LookupError for an unknown name, and PluginError."""
     if name not in _CLASSES:
         return _from_package(name)
-    found: type[Tracker[Any]] = getattr(importlib.import_module(f"scaletrain_cli.tracking.{name}"), _CLASSES[name])
-    return found
+    tracker: type[Tracker[Any]] = getattr(importlib.import_module(f"scaletrain_cli.tracking.{name}"), _CLASSES[name])
+    return tracker
 
 
 @functools.cache
 def _from_package(name: str) -> type[Tracker[Any]]:
     if (plugin := plugins(TRACKERS).get(name)) is None:
         raise LookupError(f"no tracker is called {name!r}")
-    found = plugin.load(type)
-    if not issubclass(found, Tracker):
+    tracker = plugin.load(type)
+    if not issubclass(tracker, Tracker):
         raise plugin.invalid("must be a subclass of scaletrain_cli.tracking.base.Tracker")
-    model = getattr(found, "options_model", None)
+    model = getattr(tracker, "options_model", None)
     if not (isinstance(model, type) and issubclass(model, TrackerOptions)):
         raise plugin.invalid("has no options_model that is a subclass of TrackerOptions")
-    if missing := sorted(found.__abstractmethods__):
+    if missing := sorted(tracker.__abstractmethods__):
         raise plugin.invalid(f"does not define {listed(missing)}")
-    return found
+    return tracker

@@ -59,7 +59,7 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
         self._close()
         self._step = step
         # Readers order files by name, and node clocks differ, so the number only increases.
-        numbers = [int(found[1]) for path in self._folder.iterdir() if (found := _NUMBER.match(path.name))]
+        numbers = [int(match[1]) for path in self._folder.iterdir() if (match := _NUMBER.match(path.name))]
         number = max([int(time.time()), *(number + 1 for number in numbers)])
         path = self._folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.scaletrain"
         self._file = open_new(path, replace=False)

@@ -80,12 +80,12 @@ def _facts(source: Mapping[str, Any], image_size: int | None) -> Iterator[str]:
     )
     if left := source["left_out"]["samples"]:
         yield f"{counted(left, 'bad sample')} left out"
-    if (found := source["bytes_per_image"]) is not None:
-        yield f"bytes per image: median {bytes_text(found['median'])}, {_range(found, bytes_text)}"
+    if (quantiles := source["bytes_per_image"]) is not None:
+        yield f"bytes per image: median {bytes_text(quantiles['median'])}, {_range(quantiles, bytes_text)}"
     sides = source["short_side"]
     if sides["quantiles"] is not None:
-        found = sides["quantiles"]
-        yield f"shorter side in pixels: median {whole_text(found['median'])}, {_range(found, whole_text)}"
+        quantiles = sides["quantiles"]
+        yield f"shorter side in pixels: median {whole_text(quantiles['median'])}, {_range(quantiles, whole_text)}"
         if image_size is not None and sides["smaller"]:
             yield f"{percent_text(sides['smaller'])} are smaller than the {image_size} pixels of the model"
         yield from (f"  {text}" for text in _histogram(sides["images"]))
@@ -95,8 +95,8 @@ def _facts(source: Mapping[str, Any], image_size: int | None) -> Iterator[str]:
         yield from _caption_facts(source["captions"])
 
 
-def _range(found: Mapping[str, float], shown: Any) -> str:
-    return f"80 % from {shown(found['tenth'])} to {shown(found['nine_tenths'])}, all to {shown(found['most'])}"
+def _range(sizes: Mapping[str, float], shown: Any) -> str:
+    return f"80 % from {shown(sizes['tenth'])} to {shown(sizes['nine_tenths'])}, all to {shown(sizes['most'])}"
 
 
 def _histogram(images: Mapping[str, int]) -> Iterator[str]:
@@ -113,9 +113,9 @@ def _histogram(images: Mapping[str, int]) -> Iterator[str]:
 
 
 def _class_facts(classes: Mapping[str, Any]) -> Iterator[str]:
-    found: Sequence[Mapping[str, Any]] = classes["classes"]
-    there = sorted((each for each in found if each["train"]), key=lambda each: (-each["train"], each["name"]))
-    yield f"{counted(len(found), 'class', 'classes')}; the largest has {classes['imbalance'] or 0:.1f} x the smallest"
+    entries: Sequence[Mapping[str, Any]] = classes["classes"]
+    there = sorted((each for each in entries if each["train"]), key=lambda each: (-each["train"], each["name"]))
+    yield f"{counted(len(entries), 'class', 'classes')}; the largest has {classes['imbalance'] or 0:.1f} x the smallest"
     for name, some in (("largest", there[:_MOST_CLASSES]), ("smallest", there[::-1][:_MOST_CLASSES])):
         shown = (
             f"{plain(each['name'])} {whole_text(each['train'])} + {whole_text(each['validation'])}" for each in some
@@ -126,32 +126,32 @@ def _class_facts(classes: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _caption_facts(captions: Mapping[str, Any]) -> Iterator[str]:
-    if (found := captions["tokens"]) is None:
-        found = captions["bytes"]
-        yield f"captions: median {bytes_text(found['median'])}, {_range(found, bytes_text)}"
+    if (lengths := captions["tokens"]) is None:
+        lengths = captions["bytes"]
+        yield f"captions: median {bytes_text(lengths['median'])}, {_range(lengths, bytes_text)}"
         return
     yield (
-        f"captions: median {whole_text(found['median'])} tokens, {_range(found, whole_text)} "
+        f"captions: median {whole_text(lengths['median'])} tokens, {_range(lengths, whole_text)} "
         f"(of {whole_text(captions['counted'])} captions)"
     )
     if captions["cut"] is not None:
         yield f"{percent_text(captions['cut'])} of the captions are longer than the model reads, and cut"
 
 
-def _show_duplicates(console: Console, found: Mapping[str, Any]) -> None:
+def _show_duplicates(console: Console, facts: Mapping[str, Any]) -> None:
     line(console, Text("duplicates", "bold"))
     line(
         console,
-        f"  {whole_text(found['train'])} images to train on and {whole_text(found['validation'])} to validate on have "
+        f"  {whole_text(facts['train'])} images to train on and {whole_text(facts['validation'])} to validate on have "
         "the bytes of another one of their split",
     )
-    if found["other_labels"]:
-        line(console, f"  {counted(found['other_labels'], 'image')} with different labels in its copies")
-    leak = f"  {counted(found['leaked'], 'image')} to validate on is also trained on"
-    if found["leaked"] != 1:
-        leak = f"  {whole_text(found['leaked'])} images to validate on are also trained on"
-    line(console, Text(leak, "yellow" if found["leaked"] else ""))
-    for pair in found["examples"][:_MOST_EXAMPLES]:
+    if facts["other_labels"]:
+        line(console, f"  {counted(facts['other_labels'], 'image')} with different labels in its copies")
+    leak = f"  {counted(facts['leaked'], 'image')} to validate on is also trained on"
+    if facts["leaked"] != 1:
+        leak = f"  {whole_text(facts['leaked'])} images to validate on are also trained on"
+    line(console, Text(leak, "yellow" if facts["leaked"] else ""))
+    for pair in facts["examples"][:_MOST_EXAMPLES]:
         names = (f"{pair[split]['source']}: {pair[split]['image']}" for split in ("validation", "train"))
         line(console, f"    {plain(' = '.join(names))}")
 
@@ -206,7 +206,7 @@ def marked(parts: list[Mapping[str, Any]], console: Console) -> Text:
 def _counts(answer: Mapping[str, Any]) -> list[str]:
     counts = answer["counted"]
     share = counts["target_tokens"] / counts["tokens"] if counts["tokens"] else 0.0
-    found = [
+    lines = [
         f"format {answer['format']}; of the first {whole_text(counts['rows'])} rows:",
         f"  in the loss    {whole_text(counts['target_tokens'])} of {whole_text(counts['tokens'])} tokens "
         f"({percent_text(share)})",
@@ -217,11 +217,11 @@ def _counts(answer: Mapping[str, Any]) -> list[str]:
         f"{percent_text(counts['filled'])} filled (data.packing: {answer['packing']})",
     ]
     if counts["lost"]:
-        found.append(f"  not in tokens  {plain(lost_text(counts['lost']))}")
+        lines.append(f"  not in tokens  {plain(lost_text(counts['lost']))}")
     if answer["tokenizer_trained_on_rows"] is not None:
         rows = whole_text(answer["tokenizer_trained_on_rows"])
-        found.append(f"The tokenizer was trained on the first {rows} rows for this view; the run's has other tokens.")
-    return found
+        lines.append(f"The tokenizer was trained on the first {rows} rows for this view; the run's has other tokens.")
+    return lines
 
 
 def show_samples(answer: Mapping[str, Any]) -> None:

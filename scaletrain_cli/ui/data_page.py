@@ -298,9 +298,9 @@ def _duplicates(duplicates: Mapping[str, Any]) -> Iterator[str]:
         yield _texts(f"The {counted(len(clusters), 'largest cluster')}", texts)
     if "expected_recall" in duplicates:
         yield "<h3>Pairs of near duplicates</h3>"
-        found = duplicates["similar_pairs_by_similarity"]
+        pairs = duplicates["similar_pairs_by_similarity"]
         rows = [
-            [f"{float(at):.2f}", percent_text(share), _bar(("c0", share)), whole_text(found.get(at, 0))]
+            [f"{float(at):.2f}", percent_text(share), _bar(("c0", share)), whole_text(pairs.get(at, 0))]
             for at, share in duplicates["expected_recall"].items()
         ]
         yield table(["similarity", "expected recall", "", "pairs found, from this similarity on"], rows, "lnbn")

@@ -194,11 +194,11 @@ def value_text(value: Any) -> str:
 
 def measured_text(measured: Mapping[str, int]) -> str:
     """Return quantiles of numbers, or the most frequent texts."""
-    if (found := numbers_of(measured)) is None:
+    if (numbers := numbers_of(measured)) is None:
         return listed((f"{name} {whole_text(count)}" for name, count in measured.items()), 4)
-    if not found:
+    if not numbers:
         return ""
-    return ", ".join(dict.fromkeys(value_text(quantile(found, share)) for share in (0.1, 0.5, 0.9)))
+    return ", ".join(dict.fromkeys(value_text(quantile(numbers, share)) for share in (0.1, 0.5, 0.9)))
 
 
 def numbers_of(measured: Mapping[str, int]) -> list[tuple[float, int]] | None:
@@ -254,13 +254,13 @@ def _show_duplicates(console: Console, duplicates: Mapping[str, Any]) -> None:
 
 def _between(counts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the duplicates between two sources, for each pair of them if there are several."""
-    found: dict[tuple[str, str], list[str]] = {}
+    by_pair: dict[tuple[str, str], list[str]] = {}
     for each in counts:
-        kinds = found.setdefault((each["removed_from"], each["kept_in"]), [])
+        kinds = by_pair.setdefault((each["removed_from"], each["kept_in"]), [])
         kinds.append(f"{whole_text(each['documents'])} {each['reason']}")
-    if len(found) < 2:
+    if len(by_pair) < 2:
         return []
-    return [f"removed from {gone}, kept in {kept}: {', '.join(kinds)}" for (gone, kept), kinds in found.items()]
+    return [f"removed from {gone}, kept in {kept}: {', '.join(kinds)}" for (gone, kept), kinds in by_pair.items()]
 
 
 _AT = ("0.70", "0.80", "0.90")

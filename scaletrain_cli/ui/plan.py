@@ -262,13 +262,13 @@ def summary_rows(spec: RunSpec, plan: RunPlan) -> list[Row]:
 
 def range_lines(plan: RunPlan) -> list[Text]:
     """Return the range of the step and of the whole run with its source; that it is not calibrated if it has none."""
-    found = plan.calibration
-    if found is not None:
-        low, high = (seconds_text(plan.time.step * each / found.factor) for each in (found.low, found.high))
-        day = time.strftime("%Y-%m-%d", time.localtime(found.newest))
-        of = "this layout" if found.same_workload else "similar runs"
-        measured = f"measured: {low} to {high} (p10 to p90), {counted(found.runs, 'run')} of {of}, newest {day}"
-        return [escaped_text(f"  {measured}; the planner's own times x {found.factor:.3g}", "dim")]
+    evidence = plan.calibration
+    if evidence is not None:
+        low, high = (seconds_text(plan.time.step * each / evidence.factor) for each in (evidence.low, evidence.high))
+        day = time.strftime("%Y-%m-%d", time.localtime(evidence.newest))
+        of = "this layout" if evidence.same_workload else "similar runs"
+        measured = f"measured: {low} to {high} (p10 to p90), {counted(evidence.runs, 'run')} of {of}, newest {day}"
+        return [escaped_text(f"  {measured}; the planner's own times x {evidence.factor:.3g}", "dim")]
     ranges = plan.ranges
     if ranges.step_seconds is None or ranges.to_train_seconds is None:
         return [escaped_text(f"  {_not_calibrated(ranges.time)}", "dim")]
@@ -302,8 +302,8 @@ def _about_seconds(seconds: float) -> str:
 def _measured_on(error: MeasuredError) -> str:
     # Plans of version 0.2.0 have only runs of their own framework and regime.
     runs = f"{counted(error.n, 'published run')} of {error.measured_framework or error.framework}"
-    found = f"{runs}: {error.measured_regime or error.regime}, {error.measured_hardware or 'all GPUs'}"
-    return found if error.calibrated else f"nearest evidence: {found}"
+    evidence = f"{runs}: {error.measured_regime or error.regime}, {error.measured_hardware or 'all GPUs'}"
+    return evidence if error.calibrated else f"nearest evidence: {evidence}"
 
 
 def _not_calibrated(error: MeasuredError) -> str:

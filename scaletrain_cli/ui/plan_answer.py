@@ -169,17 +169,17 @@ def _remark(row: Row) -> str:
     return "does not fit" if tells else f"does not fit, {note}"
 
 
-def show_answer(found: Answer, *, everything: bool = False, console: Console | None = None) -> None:
+def show_answer(answer: Answer, *, everything: bool = False, console: Console | None = None) -> None:
     """Print every part of the answer on ``console``, by default stdout."""
-    if found.sizing is not None:
-        show_sizing(found.sizing, console)
-    show_plan(found.spec, found.plan, everything=everything, console=console)
-    if found.sizes:
-        show_sizes(found.sizes, found.elastic, console)
-    if found.outcome is not None:
-        show_trace(found.outcome, console)
-    if found.explanation is not None:
-        show_explanation(found.explanation, console)
+    if answer.sizing is not None:
+        show_sizing(answer.sizing, console)
+    show_plan(answer.spec, answer.plan, everything=everything, console=console)
+    if answer.sizes:
+        show_sizes(answer.sizes, answer.elastic, console)
+    if answer.outcome is not None:
+        show_trace(answer.outcome, console)
+    if answer.explanation is not None:
+        show_explanation(answer.explanation, console)
 
 
 _SIZE_TITLES = ("nodes", "step", "time", "expected cost", "layout, or why not used")
@@ -223,10 +223,10 @@ def _comparison(outcome: ElasticOutcome) -> RenderableType:
     return table
 
 
-def _figures(found: PolicyOutcome) -> tuple[str, ...]:
-    if found.days is None:
+def _figures(policy: PolicyOutcome) -> tuple[str, ...]:
+    if policy.days is None:
         return ("never", *("-",) * 5)
-    spreads = (found.samples_per_hour, found.node_hours, found.waiting_hours, found.interruptions, found.growths)
+    spreads = (policy.samples_per_hour, policy.node_hours, policy.waiting_hours, policy.interruptions, policy.growths)
     samples, nodes, waiting, interruptions, growths = (0.0 if one is None else one.median for one in spreads)
     figures = (whole_text(round(samples)), whole_text(round(nodes)), seconds_text(waiting * 3600))
-    return (f"{found.days.median:.3g}", *figures, f"{interruptions:.0f}", f"{growths:.0f}")
+    return (f"{policy.days.median:.3g}", *figures, f"{interruptions:.0f}", f"{growths:.0f}")

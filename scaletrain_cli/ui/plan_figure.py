@@ -186,22 +186,22 @@ def draw(spec: RunSpec, plan: RunPlan, pipeline: Timeline | None, scaling: Seque
 _WIDTH = 110  # of the terminal's text, in characters
 
 
-def page(found: Answer, scaling: Sequence[ScalingPoint], svg: str) -> str:
+def page(answer: Answer, scaling: Sequence[ScalingPoint], svg: str) -> str:
     """Return an HTML document with the plot."""
     picture = svg[svg.index("<svg") :]
     # The terminal output, without colors.
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     console = Console(file=stream, width=_WIDTH, highlight=False, markup=False, emoji=False)
-    show_answer(found, everything=True, console=console)
+    show_answer(answer, everything=True, console=console)
     stream.flush()
     stream.seek(0)
     text = "\n".join(map(safe, stream.read().splitlines()))
-    body = [f'<div class="picture">{picture}</div>', *_memory(found), *_scaling(found, scaling)]
-    return document(f"{found.spec.name}: plan", [*body, "<h2>Plan</h2>", f'<pre class="wide">{text}</pre>'])
+    body = [f'<div class="picture">{picture}</div>', *_memory(answer), *_scaling(answer, scaling)]
+    return document(f"{answer.spec.name}: plan", [*body, "<h2>Plan</h2>", f'<pre class="wide">{text}</pre>'])
 
 
-def _memory(found: Answer) -> Iterator[str]:
-    memory = found.plan.memory
+def _memory(answer: Answer) -> Iterator[str]:
+    memory = answer.plan.memory
     named = len(memory.by_stage) > 1
     rows = [
         [
@@ -216,12 +216,12 @@ def _memory(found: Answer) -> Iterator[str]:
     yield table(["", *MEMORY_PARTS.values(), "total", "of the device"], rows, "l" + "n" * (len(MEMORY_PARTS) + 2))
 
 
-def _scaling(found: Answer, scaling: Sequence[ScalingPoint]) -> Iterator[str]:
+def _scaling(answer: Answer, scaling: Sequence[ScalingPoint]) -> Iterator[str]:
     if not scaling:
         return
     yield "<h2>Scaling, same global batch</h2>"
     yield table(
-        ["ranks", "step", f"{found.spec.unit} per second", "efficiency"],
+        ["ranks", "step", f"{answer.spec.unit} per second", "efficiency"],
         (
             [
                 whole_text(point.gpus),
@@ -235,10 +235,10 @@ def _scaling(found: Answer, scaling: Sequence[ScalingPoint]) -> Iterator[str]:
     )
 
 
-def write_plot(path: Path, found: Answer, pipeline: Timeline | None, scaling: Sequence[ScalingPoint]) -> None:
+def write_plot(path: Path, answer: Answer, pipeline: Timeline | None, scaling: Sequence[ScalingPoint]) -> None:
     """Draw the plan in the format of the file's suffix. An existing file is replaced. Raises OSError."""
     kind = path.suffix.lower()[1:]
-    data = image(partial(draw, found.spec, found.plan, pipeline, scaling), "svg" if kind == "html" else kind)
+    data = image(partial(draw, answer.spec, answer.plan, pipeline, scaling), "svg" if kind == "html" else kind)
     if kind == "html":
-        data = page(found, scaling, data.decode()).encode()
+        data = page(answer, scaling, data.decode()).encode()
     replace_file(path, data, public=True)

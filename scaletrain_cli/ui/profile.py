@@ -48,12 +48,12 @@ def _causes(summary: Mapping[str, Any]) -> RenderableType:
         table.add_column(name, justify="right")
     whole = measured["step"]["median"]
     for name in ("step", *CAUSES):
-        found = measured[name]
-        if not found["highest"] and not planned.get(name):
+        seconds = measured[name]
+        if not seconds["highest"] and not planned.get(name):
             continue
-        spread = (_seconds(found["lowest"]), _seconds(found["highest"])) if several else ()
-        share = "" if name == "step" else percent_text(found["median"] / whole)
-        row = (_seconds(planned.get(name)), _seconds(found["median"]), *spread, share)
+        spread = (_seconds(seconds["lowest"]), _seconds(seconds["highest"])) if several else ()
+        share = "" if name == "step" else percent_text(seconds["median"] / whole)
+        row = (_seconds(planned.get(name)), _seconds(seconds["median"]), *spread, share)
         table.add_row(_NAMES.get(name, "step"), *row, style="bold" if name == "step" else "")
     return table
 

@@ -27,21 +27,21 @@ PLOT_KINDS = (".png", ".svg", ".pdf")
 
 def show_rehearsal(result: RehearsalResult) -> None:
     """Print a row per item to stdout, the curve of the range test, and for each failure what to change."""
-    console, found = stdout_console(), result.rehearsal
+    console, rehearsal = stdout_console(), result.rehearsal
     table = grid("llw")
-    for item in found.items:
+    for item in rehearsal.items:
         verdict = _SHOWN.get(item.verdict, item.verdict)
         table.add_row(item.name, Text(verdict, _STYLES[item.verdict]), escaped_text(str(item.reason)))
     show(console, table)
-    rate = found.item("learning-rate")
+    rate = rehearsal.item("learning-rate")
     if rate is not None and (curve := curve_text(rate, unicode=supports_unicode(console))):
         show(console, Group("", Text("loss by learning rate", "dim"), *curve))
-    for item in found.items:
+    for item in rehearsal.items:
         if item.verdict == "failed" and item.causes:
             headline = Text.assemble((item.name, "bold"), " ", escaped_text(str(item.reason)))
             show(console, Group("", headline, Padding(cause_rows(item.causes), (0, 0, 0, 2))))
-    failed = [item.name for item in found.items if item.verdict == "failed"]
-    end = f"failed: {', '.join(failed)}" if failed else f"{counted(len(found.items), 'item')}, none failed"
+    failed = [item.name for item in rehearsal.items if item.verdict == "failed"]
+    end = f"failed: {', '.join(failed)}" if failed else f"{counted(len(rehearsal.items), 'item')}, none failed"
     line(console, f"{end} ({seconds_text(result.seconds)}); see {result.run.path}")
 
 
@@ -75,9 +75,9 @@ def _points(item: Item) -> list[tuple[float, float]]:
     return [(rate, loss) for rate, loss in zip(rates, losses, strict=False) if rate and loss is not None]
 
 
-def write_plot(found: Rehearsal, path: Path) -> bool:
+def write_plot(rehearsal: Rehearsal, path: Path) -> bool:
     """Write the curve of the range test; return False if there is none. Raises OSError."""
-    item = found.item("learning-rate")
+    item = rehearsal.item("learning-rate")
     if item is None or len(_points(item)) < 2:
         return False
     replace_file(path, image(partial(draw, item), path.suffix.lower().removeprefix(".")))
@@ -169,11 +169,11 @@ def verdicts_json(folder: Path, undisturbed: Course, verdicts: Sequence[DrillRes
 _MOST_ROWS = 64
 
 
-def show_preflight(found: Preflight) -> None:
+def show_preflight(preflight: Preflight) -> None:
     """Print the result to stdout."""
     console = stdout_console()
-    if found.ranks:
-        ranks = found.ranks[:_MOST_ROWS]
+    if preflight.ranks:
+        ranks = preflight.ranks[:_MOST_ROWS]
         table = titled_table(("rank", "node", "device", "free", "TFLOP/s", "links"), "rwwrrw")
         for rank in ranks:
             links = ", ".join(f"{bytes_text(link)}/s" for link in rank["links"])
@@ -181,25 +181,25 @@ def show_preflight(found: Preflight) -> None:
             row = (str(rank["rank"]), rank["node"], rank["device"], free, f"{rank['flops'] / 1e12:.3g}", links or "-")
             table.add_row(*(escaped_text(cell) for cell in row))
         show(console, table)
-        if len(found.ranks) > _MOST_ROWS:
-            line(console, f"{counted(len(found.ranks) - _MOST_ROWS, 'more rank')}; --json lists all", "dim")
-    if found.all_reduce_seconds is not None:
-        planned = found.all_reduce_planned_seconds
+        if len(preflight.ranks) > _MOST_ROWS:
+            line(console, f"{counted(len(preflight.ranks) - _MOST_ROWS, 'more rank')}; --json lists all", "dim")
+    if preflight.all_reduce_seconds is not None:
+        planned = preflight.all_reduce_planned_seconds
         beside = f", planned {seconds_text(planned)}" if planned else ""
-        line(console, f"all-reduce over all ranks: {seconds_text(found.all_reduce_seconds)}{beside}")
-    for node in found.nodes:
+        line(console, f"all-reduce over all ranks: {seconds_text(preflight.all_reduce_seconds)}{beside}")
+    for node in preflight.nodes:
         for problem in node["problems"]:
             line(console, Text.assemble(("bad   ", "bold red"), escaped_text(f"{node['node']}: {problem}")))
         for note in node["notes"]:
             line(console, Text.assemble(("note  ", "yellow"), escaped_text(f"{node['node']}: {note}")))
-    for finding in found.findings:
+    for finding in preflight.findings:
         mark = ("bad   ", "bold red") if finding["keeps_off"] else ("note  ", "yellow")
         who = f"rank {finding['rank']} on {finding['node']}: " if finding["rank"] >= 0 else ""
         line(console, Text.assemble(mark, escaped_text(f"{who}{finding['message']}")))
-    if found.exit_code != 0:
-        line(console, found.why, "bold red")
-        line(console, f"the run directory is kept in {found.folder}", "dim")
+    if preflight.exit_code != 0:
+        line(console, preflight.why, "bold red")
+        line(console, f"the run directory is kept in {preflight.folder}", "dim")
         return
-    seen = f"{counted(len(found.nodes), 'node')}, {counted(len(found.ranks), 'rank')}: the nodes match the plan"
+    seen = f"{counted(len(preflight.nodes), 'node')}, {counted(len(preflight.ranks), 'rank')}: the nodes match the plan"
     unseen = "the nodes match the plan; the measurements are on the pods' volume, which is not visible here"
-    line(console, seen if found.ranks else unseen, "green")
+    line(console, seen if preflight.ranks else unseen, "green")

@@ -226,12 +226,12 @@ def measures_text(status: RunStatus) -> str:
 
 def sources_text(status: RunStatus) -> str:
     """Return ``web loss 4.21, validation 4.30; code loss 1.20``, as measured last; empty for a single source."""
-    found = []
+    sources = []
     for name in [*status.source_losses, *sorted(set(status.source_validation_losses) - set(status.source_losses))]:
         losses = {"loss": status.source_losses, "validation": status.source_validation_losses}
         known = [f"{what} {each[name]:.4f}" for what, each in losses.items() if name in each]
-        found.append(f"{name} {', '.join(known)}")
-    return "; ".join(found)
+        sources.append(f"{name} {', '.join(known)}")
+    return "; ".join(sources)
 
 
 def memory_text(measured: Measured) -> str:

@@ -57,10 +57,10 @@ _MARKS = {"ok": ("ok  ", "green"), "warn": ("WARN", "bold yellow"), "none": ("- 
 
 
 def show_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:
-    """Print rows of (name, state, found, advice) to stdout as they arrive."""
+    """Print rows of (name, state, finding, advice) to stdout as they arrive."""
     console = stdout_console()
-    for name, state, found, advice in rows:
-        line(console, Text.assemble(_MARKS[state], f"  {plain(name):<13}  ", plain(found)))
+    for name, state, finding, advice in rows:
+        line(console, Text.assemble(_MARKS[state], f"  {plain(name):<13}  ", plain(finding)))
         if advice:
             show(console, Padding(Text(plain(advice), "yellow" if state == "warn" else "dim"), (0, 0, 0, 21)))
 

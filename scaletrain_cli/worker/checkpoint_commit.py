@@ -88,8 +88,8 @@ def open_attempt(folder: Path, attempt: int) -> None:
 
 def newest_attempt(folder: Path) -> int:
     """Return the number of the newest attempt that wrote, or could write, checkpoints to the folder; 0 for none."""
-    found = (_ATTEMPT.fullmatch(entry.name) for entry in entries(folder)) if folder.is_dir() else ()
-    return max((int(match[1]) for match in found if match), default=0)
+    matches = (_ATTEMPT.fullmatch(entry.name) for entry in entries(folder)) if folder.is_dir() else ()
+    return max((int(match[1]) for match in matches if match), default=0)
 
 
 def close_attempt(folder: Path, attempt: int) -> None:
@@ -210,8 +210,8 @@ def set_aside_newer(folder: Path, step: int, attempt: int) -> list[str]:
 
 
 def _is_misnamed(path: Path) -> bool:
-    found = read_checkpoint(path)
-    return isinstance(found, Defect) and found.kind == "misnamed"
+    checkpoint = read_checkpoint(path)
+    return isinstance(checkpoint, Defect) and checkpoint.kind == "misnamed"
 
 
 def _rename_misnamed(path: Path, attempt: int) -> None:

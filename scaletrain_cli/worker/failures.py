@@ -123,10 +123,10 @@ def failure_reason_of(error: BaseException) -> str:
     """Return the exit reason of an exception: the stated one, else that of its causes, else ``crash``."""
     if isinstance(stated := getattr(error, "failure_reason", None), str):
         return stated
-    found = [reason for link in _chain(error) if (reason := _reason_of_link(link)) is not None]
+    reasons = [reason for link in _chain(error) if (reason := _reason_of_link(link)) is not None]
     # The oldest exception in the chain is the cause; a broken connection is only a consequence.
-    causes = [reason for reason in found if reason != "communication"]
-    if found:
+    causes = [reason for reason in reasons if reason != "communication"]
+    if reasons:
         return causes[-1] if causes else "communication"
     stops = isinstance(error, ScaletrainError) and error.exit_code != ExitCode.CRASHED
     return "usage" if stops else "crash"
@@ -179,8 +179,8 @@ def _secrets_of(run: RunDir) -> list[str]:
 
 def read_failures(run: RunDir, attempt: int) -> list[Failure]:
     """Return the failure records of an attempt, by file name. Raises UsageError for a damaged one."""
-    found = [read_as(Failure, path) for path in documents_in(run.attempt(attempt) / "failures")]
-    return [failure for failure in found if failure is not None]
+    failures = [read_as(Failure, path) for path in documents_in(run.attempt(attempt) / "failures")]
+    return [failure for failure in failures if failure is not None]
 
 
 def _reason_of_link(error: BaseException) -> str | None:

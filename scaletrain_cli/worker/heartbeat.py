@@ -199,9 +199,9 @@ def private_descriptor(environment: Mapping[str, str], name: str, is_kind: Calla
     descriptor = int(environment[name])
     try:
         # The agent's end of the pipe is non-blocking, and its memory files have no name in a folder.
-        found = os.fstat(descriptor)
-        own = not os.get_blocking(descriptor) if stat.S_ISFIFO(found.st_mode) else found.st_nlink == 0
-        if not (is_kind(found.st_mode) and own):
+        status = os.fstat(descriptor)
+        own = not os.get_blocking(descriptor) if stat.S_ISFIFO(status.st_mode) else status.st_nlink == 0
+        if not (is_kind(status.st_mode) and own):
             return None
         os.set_inheritable(descriptor, False)
     except OSError:

@@ -165,9 +165,9 @@ class ScaletrainLightning:
 
     def _log(self, trainer: Any, values: dict[str, float]) -> None:
         """Record the loss of a step, or the metrics that the model has logged."""
-        found = trainer.callback_metrics if not values else {}
+        logged = trainer.callback_metrics if not values else {}
         renamed = {"val_loss": "validation_loss"}
-        numbers = {renamed.get(name, name): float(value) for name, value in found.items() if value.numel() == 1}
+        numbers = {renamed.get(name, name): float(value) for name, value in logged.items() if value.numel() == 1}
         self._loop.log(trainer.global_step, trainer.max_steps, values or numbers)
 
     def _save(self, trainer: Any) -> None:

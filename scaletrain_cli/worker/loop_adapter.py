@@ -62,17 +62,17 @@ class LoopAdapter:
         From here on no earlier attempt can commit a checkpoint. All bytes are verified: by rank 0, or by every rank
         where the library has not created a process group yet.
         """
-        found: str | None = None
+        path: str | None = None
         place = self.rank.environment
         self.rank.heartbeat.beat(0, "restore", DATA_SECONDS)
         if place.rank == 0 or _group() is None:
             latest = self.rank.checkpoints.latest()
-            found = str(latest.path) if latest is not None else None
+            path = str(latest.path) if latest is not None else None
         if place.rank == 0:
             self.rank.checkpoints.open()
         self._opened = True
-        found = from_first_rank(found)
-        return Path(found) if found is not None else None
+        path = from_first_rank(path)
+        return Path(path) if path is not None else None
 
     def begin(self, step: int) -> None:
         """Record that training starts after ``step`` steps, and start the trackers. Collective."""
@@ -243,9 +243,9 @@ def largest(value: int) -> int:
         return value
     import torch
 
-    found = torch.tensor(value, dtype=torch.int64, device=_device(dist))
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found.item())
+    maximum = torch.tensor(value, dtype=torch.int64, device=_device(dist))
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return int(maximum.item())
 
 
 def from_first_rank(value: Value) -> Value:
@@ -262,9 +262,9 @@ def from_all_ranks(value: Value) -> list[Value]:
     text, device = json.dumps(value).encode(), _device(dist)
     longest = largest(len(text))
     own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    return [json.loads(bytes(one.tolist())) for one in found]
+    by_rank = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, own)
+    return [json.loads(bytes(one.tolist())) for one in by_rank]
 
 
 def wait_for_all() -> None:

@@ -152,19 +152,19 @@ def own_position() -> Position:
     frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])]
     stack = [(each.f_code.co_name, each.f_code.co_filename, each.f_lineno) for each in frames]
     name, path, line = stack[0]
-    found = Position(f"{name} ({'/'.join(path.split('/')[-3:])}:{line})")
+    position = Position(f"{name} ({'/'.join(path.split('/')[-3:])}:{line})")
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     with contextlib.suppress(Exception):  # private interfaces of torch, and locals of any code
         if c10d is not None and c10d.is_initialized():
-            found = dataclasses.replace(found, layer=_layer(frames))
+            position = dataclasses.replace(position, layer=_layer(frames))
             waits, entered = _recorded(c10d, stack)
             if (blocking := _blocking(c10d, frames, stack)) is not None:
                 # gloo does not record a receive, and records a reduce-scatter as the all-reduce that it uses for it.
                 if waits and len(blocking.ranks) > 1:
                     blocking = dataclasses.replace(waits.pop(), kind=blocking.kind)
                 waits.append(blocking)
-            found = dataclasses.replace(found, waits=tuple(waits[-_MOST_WAITS:]), entered=entered)
-    return found
+            position = dataclasses.replace(position, waits=tuple(waits[-_MOST_WAITS:]), entered=entered)
+    return position
 
 
 def _recorded(c10d: Any, stack: Sequence[Function]) -> tuple[list[Collective], dict[str, int]]:

@@ -43,11 +43,11 @@ def read_object(line: str, *kinds: str) -> dict[str, Any] | None:
 
 def read_progress(line: str) -> dict[str, float] | None:
     """Return the finite numbers of a progress line by name, or None for any other line."""
-    found = read_object(line, _KIND)
-    if found is None or not isinstance(found.get("step"), int):
+    progress = read_object(line, _KIND)
+    if progress is None or not isinstance(progress.get("step"), int):
         return None
     return {
         name: value
-        for name, value in found.items()
+        for name, value in progress.items()
         if type(value) is int or (isinstance(value, float) and math.isfinite(value))
     }

@@ -68,8 +68,8 @@ class StagedCheckpoint:
 
     def names(self) -> list[str]:
         """Return the names of all files in the folder, also in folders below it."""
-        found = (path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
-        return sorted(path.relative_to(self.folder).as_posix() for path in found)
+        paths = (path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
+        return sorted(path.relative_to(self.folder).as_posix() for path in paths)
 
 
 class Checkpoints:

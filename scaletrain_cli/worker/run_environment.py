@@ -76,10 +76,10 @@ def read_resolved_run(run: RunDir, attempt: int | None = None) -> ResolvedRun:
     else:
         revisions = [path for path in entries(folder) if _REVISION.fullmatch(path.name)]
         path = max(revisions, key=lambda path: int(path.stem), default=run.record)
-    found = read_document(path)
-    if found is None or not {"spec", "plan"} <= found.keys():
+    record = read_document(path)
+    if record is None or not {"spec", "plan"} <= record.keys():
         raise UsageError(Reason("engine.record-unreadable", {"path": str(path)}))
     with reporting_damage(path):
-        place = found["spec"]["checkpoint"]["dir"]
+        place = record["spec"]["checkpoint"]["dir"]
         folder = run.checkpoints if place == "auto" else expand_home(place) / run.run_id
-    return ResolvedRun(found["spec"], found["plan"], folder)
+    return ResolvedRun(record["spec"], record["plan"], folder)

@@ -121,15 +121,15 @@ class RankTelemetry:
         for name, value in values.items():
             if math.isnan(value):
                 continue
-            found = self._sums.get(name)
-            if found is None:
+            sums = self._sums.get(name)
+            if sums is None:
                 if len(self._sums) < _MOST_COLUMNS and len(name) <= _LONGEST_NAME:
                     self._sums[name] = [value, 1, value, value]
             else:
-                found[0] += value
-                found[1] += 1
-                found[2] = min(found[2], value)
-                found[3] = max(found[3], value)
+                sums[0] += value
+                sums[1] += 1
+                sums[2] = min(sums[2], value)
+                sums[3] = max(sums[3], value)
         self._step, self._steps = step, self._steps + 1
         if self._clock() - self._sent >= self._interval_seconds:
             self.send()
@@ -143,8 +143,8 @@ class RankTelemetry:
             self._wall_clock(),
             self._steps,
             {name: total / number for name, (total, number, _, _) in self._sums.items()},
-            {name: found[2] for name, found in self._sums.items()},
-            {name: found[3] for name, found in self._sums.items()},
+            {name: sums[2] for name, sums in self._sums.items()},
+            {name: sums[3] for name, sums in self._sums.items()},
         )
         self._sums, self._steps, self._sent = {}, 0, self._clock()
         line = telemetry_line(row)
@@ -178,13 +178,13 @@ def memory_columns() -> dict[str, float]:
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not getattr(cuda, "is_initialized", bool)():
         return {"memory_bytes": float(resident_bytes())}
-    found = cuda.memory_stats()
+    statistics = cuda.memory_stats()
     names = {
         "memory_bytes": "allocated_bytes.all.peak",
         "memory_reserved_bytes": "reserved_bytes.all.current",
         "allocation_retries": "num_alloc_retries",
     }
-    return {column: float(found[name]) for column, name in names.items() if name in found}
+    return {column: float(statistics[name]) for column, name in names.items() if name in statistics}
 
 
 class StepTimes:

@@ -119,7 +119,7 @@ def _spreads(telemetry: Telemetry) -> dict[tuple[str, str], Spread]:
         "gpu": telemetry.gpus,
         "node": telemetry.nodes,
     }
-    found: dict[tuple[str, str], Spread] = {}
+    spreads: dict[tuple[str, str], Spread] = {}
     for subject, members in groups.items():
         newest: dict[str, dict[str, float]] = {}
         for name, series in members.items():
@@ -130,7 +130,7 @@ def _spreads(telemetry: Telemetry) -> dict[tuple[str, str], Spread]:
             worst = min if column in _WORST_IS_LEAST else max
             values = list(values_by_name.values())
             named = f"{column}_ratio" if column in _RATIOS else _UNITS.get(column, column)
-            found[subject, named] = Spread(
+            spreads[subject, named] = Spread(
                 min(values), median(values), max(values), worst(values_by_name, key=values_by_name.__getitem__)
             )
-    return found
+    return spreads

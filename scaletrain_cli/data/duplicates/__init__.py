@@ -56,10 +56,10 @@ PHASES = (
 
 def run_job(corpus: Corpus, phase: int, job: int, texts: Texts) -> None:
     """Run one job of ``PHASES[phase]`` unless its file is there. Raises UsageError if the texts have changed."""
-    found = PHASES[phase]
-    if not found.path(corpus, job).exists():
+    task = PHASES[phase]
+    if not task.path(corpus, job).exists():
         make_folder(corpus.folder)
-        found.write(corpus, job, texts)
+        task.write(corpus, job, texts)
 
 
 def remove_phases(corpus: Corpus) -> None:

@@ -303,7 +303,7 @@ class _LargeBucket:
             estimates = np.full((len(batch), REPRESENTATIVES), -1.0)
             if len(known):
                 estimates[:, : len(known)] = sketch_similarity(sketches[:, None], known[None])
-            found: list[Ids] = []
+            pairs: list[Ids] = []
             for place, document in enumerate(batch.tolist()):
                 row = estimates[place]
                 best = np.argsort(-row, kind="stable")[:PAIRS_PER_DOCUMENT]
@@ -311,7 +311,7 @@ class _LargeBucket:
                 similar = len(best) > 0 and row[best[0]] >= self._enough
                 best = best[:_PAIRS_IF_SIMILAR] if similar else best
                 if len(best):
-                    found.append(np.column_stack([self._ids[best], np.full(len(best), document)]))
+                    pairs.append(np.column_stack([self._ids[best], np.full(len(best), document)]))
                 if similar:
                     continue
                 number = len(self._ids)
@@ -322,8 +322,8 @@ class _LargeBucket:
                 known = np.concatenate([known, sketches[place : place + 1]])
                 estimates[place + 1 :, number] = sketch_similarity(sketches[place + 1 :], sketches[place])
             self._sketches = known
-            if found:
-                yield np.concatenate(found)
+            if pairs:
+                yield np.concatenate(pairs)
 
 
 def write_pairs(corpus: Corpus) -> None:

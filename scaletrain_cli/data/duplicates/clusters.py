@@ -341,18 +341,18 @@ def _report(corpus: Corpus, numbering: Numbering, table: _Table, roots: Ids) -> 
 def _examples(corpus: Corpus, numbering: Numbering) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """Return the number of similar pairs in each range of similarity, and the first pairs of each."""
     counts = np.zeros(_RANGES + 1, np.int64)
-    found: dict[int, list[tuple[int, int, float]]] = {}
+    pairs: dict[int, list[tuple[int, int, float]]] = {}
     for edges in _edges(corpus):
         shares = edges[:, 2] / edges[:, 3]
         ranges = np.floor(shares * _RANGES + 1e-9).astype(np.int64)
         counts += np.bincount(ranges, minlength=_RANGES + 1)
         for number in np.unique(ranges).tolist():
-            missing = _EXAMPLES - len(found.setdefault(number, []))
+            missing = _EXAMPLES - len(pairs.setdefault(number, []))
             for place in np.flatnonzero(ranges == number)[:missing].tolist():
-                found[number].append((int(edges[place, 0]), int(edges[place, 1]), round(float(shares[place]), 6)))
+                pairs[number].append((int(edges[place, 0]), int(edges[place, 1]), round(float(shares[place]), 6)))
     examples = []
-    for number in sorted(found):
-        for first, second, similarity in found[number]:
+    for number in sorted(pairs):
+        for first, second, similarity in pairs[number]:
             kept, other = numbering.documents_at(np.array([first, second]))
             examples.append({"similarity": similarity, "first": asdict(kept), "second": asdict(other)})
     return {f"{number / _RANGES:.2f}": int(count) for number, count in enumerate(counts.tolist()) if count}, examples

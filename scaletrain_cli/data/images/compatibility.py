@@ -47,9 +47,9 @@ class NamedSource(NamedTuple):
 def sources_of(spec: RunSpec) -> tuple[NamedSource, ...]:
     """Return the sources of training, and that of ``evaluation.zero_shot``."""
     pairs = zip(spec.data.all_sources, spec.data.paths(), strict=True)
-    found = [NamedSource(section.name, key, path, section) for section, (key, path) in pairs]
-    others = list(spec.data_paths())[len(found) :]
-    return (*found, *(NamedSource(ZERO_SHOT, key, path, None) for key, path in others))
+    named = [NamedSource(section.name, key, path, section) for section, (key, path) in pairs]
+    others = list(spec.data_paths())[len(named) :]
+    return (*named, *(NamedSource(ZERO_SHOT, key, path, None) for key, path in others))
 
 
 def zero_shot_settings(spec: RunSpec, folder: Path = Path()) -> ImageSettings:
@@ -100,12 +100,12 @@ def rows_problem(spec: RunSpec, document: Mapping[str, Any], folder: Path) -> Re
 
     A language model needs rows without images.
     """
-    found = int(document.get("tokens_per_image") or 0), int(document.get("image_token") or 0)
+    prepared = int(document.get("tokens_per_image") or 0), int(document.get("image_token") or 0)
     model = spec.model
     needed = (model.tokens_per_image, model.image_token_index) if isinstance(model, LlavaSpec) else (0, 0)
-    if found == needed:
+    if prepared == needed:
         return None
-    params = dict(zip(("found", "found_id", "count", "id"), (*found, *needed), strict=True))
+    params = dict(zip(("found", "found_id", "count", "id"), (*prepared, *needed), strict=True))
     return Reason("data.prepared-with-other-images", {"folder": str(folder), **params})
 
 
@@ -174,9 +174,9 @@ def require_settings(
         given["data.images.classes"] = names, "", ", ".join(document["classes"][:_MOST_NAMES])
         if list(class_names(images.classes, folder)) == document["classes"]:
             del given["data.images.classes"]
-    for key, (value, default, found) in given.items():
-        if value not in (default, found):
-            params = {"folder": str(index), "key": key, "value": str(value), "found": str(found)}
+    for key, (value, default, prepared) in given.items():
+        if value not in (default, prepared):
+            params = {"folder": str(index), "key": key, "value": str(value), "found": str(prepared)}
             raise UsageError(Reason("images.index-of-other-settings", params))
 
 
@@ -249,6 +249,6 @@ def require_same_tokenizer(spec: RunSpec, checkpoint: str, saved: Mapping[str, A
     ``saved``: what the checkpoint states of its data; the tokenizer only for a run with captions.
     """
     trained = saved.get("caption_tokenizer")
-    if isinstance(trained, str) and (found := caption_tokenizer_digest(spec, folder)) not in (None, trained):
+    if isinstance(trained, str) and (digest := caption_tokenizer_digest(spec, folder)) not in (None, trained):
         params = {"checkpoint": checkpoint, "path": spec.data.tokenizer.path, "saved": trained[:12]}
-        raise UsageError(Reason("data.caption-tokenizer-differs", params | {"found": str(found)[:12]}))
+        raise UsageError(Reason("data.caption-tokenizer-differs", params | {"found": str(digest)[:12]}))

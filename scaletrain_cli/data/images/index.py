@@ -96,8 +96,8 @@ def index_images(
     """
     require("PIL.Image", "vision")
     listing = list_source(path, settings, Path(), key)
-    if (found := _found(listing, settings, runs_root / "datasets")) is not None:
-        return found
+    if (index := _found(listing, settings, runs_root / "datasets")) is not None:
+        return index
     datasets = make_datasets_folder(runs_root)
     try:
         return _build(_Job(listing, settings, datasets), workers, progress, failure, timing)
@@ -167,9 +167,9 @@ def _build(job: _Job, workers: int, progress: Progress, failure: Path | None, ti
             stage = Stage(f"finish the index of {job.listing.location}", job.work.name, job.work, (_NOTE,), finish)
             run_stage(stage, claims, alone, progress)
         claims.at_last_end(partial(shutil.rmtree, job.work / "units", ignore_errors=True))
-    found = _found(job.listing, job.settings, job.datasets)
-    assert found is not None
-    return found
+    index = _found(job.listing, job.settings, job.datasets)
+    assert index is not None
+    return index
 
 
 def _finish(job: _Job, names: tuple[str, ...], results: Sequence[str], _unit: int = 0) -> None:
@@ -184,8 +184,8 @@ def _finish(job: _Job, names: tuple[str, ...], results: Sequence[str], _unit: in
         counts: dict[str, int] = {}
         largest = -1
         for split in SPLITS:
-            counts[split], found = _join(draft, split, units, job.settings, digest)
-            largest = max(largest, found)
+            counts[split], of_split = _join(draft, split, units, job.settings, digest)
+            largest = max(largest, of_split)
         bad = _bad(infos)
         if not counts["train"]:
             raise UsageError(_nothing_left(job, counts, bad))
@@ -241,14 +241,14 @@ def _join(
         names = ("samples", "text", *(("targets", "ends") if kind else ()))
         files = {name: stack.enter_context(HashedFile(draft / f"{split}.{name}.bin")) for name in names}
         for unit in units:
-            found = np.fromfile(unit / f"{split}.samples.bin", SAMPLE)
-            found["text"] += np.uint64(text)
-            files["samples"].write(found.tobytes())
+            samples_of_unit = np.fromfile(unit / f"{split}.samples.bin", SAMPLE)
+            samples_of_unit["text"] += np.uint64(text)
+            files["samples"].write(samples_of_unit.tobytes())
             content = (unit / f"{split}.text.bin").read_bytes()
             files["text"].write(content)
-            samples, text = samples + len(found), text + len(content)
-            if len(found):
-                largest = max(largest, int(found["label"].max()))
+            samples, text = samples + len(samples_of_unit), text + len(content)
+            if len(samples_of_unit):
+                largest = max(largest, int(samples_of_unit["label"].max()))
             if kind:
                 values = np.fromfile(unit / f"{split}.targets.bin", "<f8")
                 files["targets"].write(values.astype(kind).tobytes())
@@ -275,13 +275,13 @@ def _target_size(infos: Sequence[Mapping[str, Any]], job: _Job) -> int | None:
 
 def _bad(infos: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the samples that were left out, by reason, with the first places in the order of the source."""
-    found: dict[str, dict[str, Any]] = {}
+    by_code: dict[str, dict[str, Any]] = {}
     for info in infos:
         for each in info["bad"]:
-            known = found.setdefault(each["code"], {"code": each["code"], "samples": 0, "places": []})
+            known = by_code.setdefault(each["code"], {"code": each["code"], "samples": 0, "places": []})
             known["samples"] += each["samples"]
             known["places"] = (known["places"] + each["places"])[:MOST_PLACES]
-    return [found[code] for code in sorted(found)]
+    return [by_code[code] for code in sorted(by_code)]
 
 
 def _nothing_left(job: _Job, counts: Mapping[str, int], bad: Sequence[Mapping[str, Any]]) -> Reason:

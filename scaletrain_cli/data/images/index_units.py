@@ -81,11 +81,11 @@ def index_unit(folder: Path, settings: ImageSettings, labels: Sequence[str], giv
     counts = Counter[str]()
     sizes = set[int]()
     images = bytearray()
-    for found in unit.samples(settings):
-        problem = found if isinstance(found, Bad) else _add(found, settings, classes, written, sizes)
+    for sample in unit.samples(settings):
+        problem = sample if isinstance(sample, Bad) else _add(sample, settings, classes, written, sizes)
         if problem is None:
-            if isinstance(unit, DigitsUnit) and isinstance(found, Found):
-                images += found.image
+            if isinstance(unit, DigitsUnit) and isinstance(sample, Found):
+                images += sample.image
             continue
         if not settings.skips_bad:
             raise UsageError(Reason("images.bad-sample", {"where": problem.place, "problem": problem.reason}))
@@ -120,30 +120,30 @@ def _write(path: Path, content: bytes | bytearray) -> None:
 
 
 def _add(
-    found: Found, settings: ImageSettings, classes: Mapping[str, int], written: Mapping[str, _Written], sizes: set[int]
+    sample: Found, settings: ImageSettings, classes: Mapping[str, int], written: Mapping[str, _Written], sizes: set[int]
 ) -> Bad | None:
     """Add a sample to its split; return why it cannot be used, or None. ``sizes``: of targets of numbers."""
     try:
-        target = target_of(found.label, settings, classes)
-        caption = caption_of(found.caption) if settings.captions else b""
-        size = _size(found, settings)
+        target = target_of(sample.label, settings, classes)
+        caption = caption_of(sample.caption) if settings.captions else b""
+        size = _size(sample, settings)
     except TargetError as error:
-        return Bad(found.place, error.reason)
+        return Bad(sample.place, error.reason)
     if isinstance(size, Reason):
-        return Bad(found.place, size)
+        return Bad(sample.place, size)
     if settings.targets == "numbers":
         if sizes and len(target) not in sizes:
-            return Bad(found.place, Reason("images.other-size", {"given": len(target), "expected": min(sizes)}))
+            return Bad(sample.place, Reason("images.other-size", {"given": len(target), "expected": min(sizes)}))
         sizes.add(len(target))
-    key, suffix = found.key.encode(), found.suffix.encode()
+    key, suffix = sample.key.encode(), sample.suffix.encode()
     if not 0 < len(key) <= _LONGEST_KEY or len(suffix) > _LONGEST_SUFFIX:
-        return Bad(found.place, Reason("images.name-too-long", {"bytes": len(key) + len(suffix)}))
-    into = written[found.split or split_of(key, settings.validation_share)]
+        return Bad(sample.place, Reason("images.name-too-long", {"bytes": len(key) + len(suffix)}))
+    into = written[sample.split or split_of(key, settings.validation_share)]
     into.samples += PACKED.pack(
-        found.file,
-        len(found.image),
-        found.offset,
-        digest_of(found.image),
+        sample.file,
+        len(sample.image),
+        sample.offset,
+        digest_of(sample.image),
         int(target[0]) if settings.targets == "class" else -1,
         len(into.text),
         len(key),
@@ -154,7 +154,7 @@ def _add(
     if settings.targets in TARGET_TYPES:
         into.targets.extend(target)
         into.ends.append(len(into.targets))
-    into.image_bytes += len(found.image)
+    into.image_bytes += len(sample.image)
     into.pixels += size[0] * size[1]
     into.short_sides[bucket_of(min(size))] += 1
     return None
@@ -168,21 +168,21 @@ def bucket_of(side: int) -> int:
 
 def short_sides(documents: Iterable[Mapping[str, Any]], splits: Sequence[str]) -> dict[str, int]:
     """Return the images in some splits of units or indexes by the bucket of their shorter side, in ascending order."""
-    found = Counter[int]()
+    sides = Counter[int]()
     for document in documents:
         for split in splits:
-            found.update({int(side): count for side, count in document[f"{split}_short_sides"].items()})
-    return {str(side): found[side] for side in sorted(found)}
+            sides.update({int(side): count for side, count in document[f"{split}_short_sides"].items()})
+    return {str(side): sides[side] for side in sorted(sides)}
 
 
-def _size(found: Found, settings: ImageSettings) -> tuple[int, int] | Reason:
+def _size(sample: Found, settings: ImageSettings) -> tuple[int, int] | Reason:
     """Return width and height of an image, or why it cannot be decoded. It is decoded where bad ones are left out."""
     from scaletrain_cli.data.images.decode import BadImageError, decode, size_of  # which needs Pillow
 
     try:
         if settings.skips_bad:
-            decode(found.image, found.place, 3)
-        return size_of(found.image, found.place)
+            decode(sample.image, sample.place, 3)
+        return size_of(sample.image, sample.place)
     except BadImageError as error:
         return Reason("images.not-decodable", {"error": str(error.evidence["problem"])})
 

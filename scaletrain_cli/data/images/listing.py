@@ -110,8 +110,8 @@ class Listing:
         if self.format == TABLES:
             return names_of_classes(self.shards[0][0], settings)
         if self.format == FOLDER and not self.labels_beside:
-            found = {class_of_path(name, self.has_splits) for name in self.names}
-            return tuple(sorted(name for name in found if name is not None))
+            classes = {class_of_path(name, self.has_splits) for name in self.names}
+            return tuple(sorted(name for name in classes if name is not None))
         return ()
 
 
@@ -138,8 +138,8 @@ def list_source(
 
 def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listing:
     place = os.path.abspath(folder / expand_home(path))
-    root, found = _entries(place, path, key)
-    by_format, others = _by_format(found)
+    root, paths = _entries(place, path, key)
+    by_format, others = _by_format(paths)
     chosen = _format(by_format, others, settings, key, path)
     names = by_format[chosen]
     left_out = Counter(Path(name).suffix or name for name in others)
@@ -186,15 +186,15 @@ def _entries(place: str, path: str, key: str) -> tuple[str, list[str]]:
         return place, list(_walked(place, "", set()))
     if os.path.lexists(place):  # a name may contain braces and wildcards
         return os.path.dirname(place), [os.path.basename(place)]
-    found: list[str] = []
+    paths: list[str] = []
     for pattern in expanded_braces(place):
         files = [each for each in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(each)]
         if not files:
             raise _unusable(key, path, Reason("images.nothing-there", {"path": pattern}))
-        found += files
-    found = list(dict.fromkeys(found))
+        paths += files
+    paths = list(dict.fromkeys(paths))
     root = _fixed_folder(place) or "/"
-    return root, [os.path.relpath(each, root) for each in found]
+    return root, [os.path.relpath(each, root) for each in paths]
 
 
 def _walked(root: str, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
@@ -204,8 +204,8 @@ def _walked(root: str, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
         return
     around = {*seen, (about.st_dev, about.st_ino)}
     with os.scandir(os.path.join(root, below)) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
+        ordered = sorted(entries, key=lambda entry: entry.name)
+    for entry in ordered:
         if is_hidden(entry.name):
             continue
         name = f"{below}/{entry.name}" if below else entry.name
@@ -235,15 +235,15 @@ def _remote(path: str, settings: ImageSettings, key: str, seconds: float | None)
     names = expanded_braces(path)
     with naming_key(key), ThreadPoolExecutor(min(_REQUESTS, len(names))) as pool:
         listed = list(pool.map(lambda name: list_files(name, seconds), names))
-    found = {file.path: file for files in listed for file in files}
-    base = path.rstrip("/") if path not in found and not set("*?[{") & set(path) else _fixed_folder(path)
-    below = {name.removeprefix(f"{base}/"): name for name in found}
+    by_path = {file.path: file for files in listed for file in files}
+    base = path.rstrip("/") if path not in by_path and not set("*?[{") & set(path) else _fixed_folder(path)
+    below = {name.removeprefix(f"{base}/"): name for name in by_path}
     by_format, others = _by_format([name for name in below if not is_hidden(name)])
     chosen = _format(by_format, others, settings, key, path)
     if chosen == FOLDER:
         raise _unusable(key, path, Reason("images.remote-folder", {"count": len(by_format[FOLDER])}))
     kept, tests = _with_splits(by_format[chosen], key, path, settings)
-    remote = ((found[below[name]], split) for name, split in kept)
+    remote = ((by_path[below[name]], split) for name, split in kept)
     files = tuple((SourceFile(file.path, file.size, chosen, etag=file.etag), split) for file, split in remote)
     state = _hashed(f"{file.path} {file.size} {file.etag}" for file, _ in files)
     left_out = Counter(Path(name).suffix or name for name in others)
@@ -305,21 +305,23 @@ def _with_splits(
     Without a validation split in the names of the shards, one is drawn from all samples, and no shard has a split.
     Raises UsageError if it is not clear which shards are for training.
     """
-    found = {name: splits_of_file(name) for name in names}
-    if (double := next((name for name in names if len(found[name]) > 1), None)) is not None:
-        raise _unusable(key, path, Reason("images.shard-of-two-splits", {"file": double, "splits": found[double]}))
-    splits = {split for each in found.values() for split in each}
-    other = next((name for name in names if not found[name]), None)
+    splits_by_name = {name: splits_of_file(name) for name in names}
+    if (double := next((name for name in names if len(splits_by_name[name]) > 1), None)) is not None:
+        raise _unusable(
+            key, path, Reason("images.shard-of-two-splits", {"file": double, "splits": splits_by_name[double]})
+        )
+    splits = {split for each in splits_by_name.values() for split in each}
+    other = next((name for name in names if not splits_by_name[name]), None)
     if splits and other is not None:
-        named = next(name for name in names if found[name])
-        params = {"named": named, "split": found[named][0], "other": other}
+        named = next(name for name in names if splits_by_name[name])
+        params = {"named": named, "split": splits_by_name[named][0], "other": other}
         raise _unusable(key, path, Reason("images.shards-mix-splits", params))
     if len(splits) > 1 and TRAIN not in splits and not settings.only_evaluation:
         raise _unusable(key, path, Reason("images.no-training-split", {"splits": sorted(splits)}))
     if len(splits) < 2:  # all of them are what the user asks for
         return [(name, "") for name in names], 0
     read = _splits_read(splits, settings)
-    kept = [(name, found[name][0]) for name in names if found[name][0] in read]
+    kept = [(name, splits_by_name[name][0]) for name in names if splits_by_name[name][0] in read]
     if settings.only_evaluation or VALIDATION not in splits:
         kept = [(name, "") for name, _ in kept]
     return kept, len(names) - len(kept)

@@ -34,14 +34,14 @@ def find_image_datasets(
 
     ``known``: indexes that are used without a look at the source. Raises UsageError.
     """
-    found = dict[str, Path]()
+    indexes = dict[str, Path]()
     for source in sources_of(spec):
         index = known.get(source.name) or _given(spec, source, folder)
         index = index or find_indexed(source.path, source.settings(spec, folder), runs_root, folder, source.key)
         if index is None:
             return None
-        found[source.name] = index
-    return found
+        indexes[source.name] = index
+    return indexes
 
 
 def prepare_image_datasets(
@@ -56,7 +56,7 @@ def prepare_image_datasets(
 
     Raises UsageError, also for sources of training whose classes differ.
     """
-    found = dict[str, Path]()
+    indexes = dict[str, Path]()
     classes = dict[str, Any]()
     for source in sources_of(spec):
         index = known.get(source.name) or _given(spec, source, Path())
@@ -70,8 +70,8 @@ def prepare_image_datasets(
             classes[source.name] = document.get("classes")
             require_same_classes(classes)
             require_outputs(spec, document, index)
-        found[source.name] = index
-    return found
+        indexes[source.name] = index
+    return indexes
 
 
 def _given(spec: RunSpec, source: NamedSource, folder: Path) -> Path | None:

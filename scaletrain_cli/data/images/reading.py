@@ -184,10 +184,10 @@ def open_images(folder: Path, cache: BlockCache | None = None) -> dict[str, Inde
     ``cache``: through which remote images are read; None for one of the default size. Raises UsageError for a folder
     without an index, and CorruptDataError for a damaged one.
     """
-    found = {split: IndexedImages(folder, split, cache) for split in SPLITS}
-    for each in found.values():
+    by_split = {split: IndexedImages(folder, split, cache) for split in SPLITS}
+    for each in by_split.values():
         len(each)
-    return found
+    return by_split
 
 
 def describe_index(folder: Path) -> dict[str, Any]:
@@ -406,13 +406,13 @@ def _in_cache_here(path: str) -> str:
 
 def _images_of(folder: Path, document: Mapping[str, Any], settings: ImageSettings, cache: BlockCache | None) -> _Images:
     """Return what reads the images of an index. Raises CorruptDataError if files.json is damaged."""
-    found = read_document(folder / FILES) or {}
+    sections = read_document(folder / FILES) or {}
     try:
-        if "embedded" in found:
-            return _Shards([str(folder / found["embedded"])], ", ")
+        if "embedded" in sections:
+            return _Shards([str(folder / sections["embedded"])], ", ")
         if document["format"] == FOLDER:
-            return _LooseImages(_in_cache_here(str(found["root"])))
-        files = [RemoteFile(_in_cache_here(str(path)), int(size), str(etag)) for path, size, etag in found["shards"]]
+            return _LooseImages(_in_cache_here(str(sections["root"])))
+        files = [RemoteFile(_in_cache_here(str(path)), int(size), str(etag)) for path, size, etag in sections["shards"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptDataError(folder / FILES, f"it lacks a value: {error}") from error
     is_far = any(is_remote(file.path) for file in files)

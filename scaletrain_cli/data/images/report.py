@@ -36,11 +36,11 @@ class _Split:
         return bytes(self.text[start : start + int(about["key"]) + int(about["suffix"])]).decode()
 
     def captions(self, numbers: Iterable[int]) -> list[str]:
-        found = []
+        texts = []
         for about in (self.records[number] for number in numbers):
             start = int(about["text"]) + int(about["key"]) + int(about["suffix"])
-            found.append(bytes(self.text[start : start + int(about["caption"])]).decode())
-        return found
+            texts.append(bytes(self.text[start : start + int(about["caption"])]).decode())
+        return texts
 
 
 def image_report(
@@ -101,8 +101,8 @@ def _quantiles(values: npt.NDArray[Any]) -> dict[str, float] | None:
     """Return the least, greatest and middle values; None without values."""
     if not len(values):
         return None
-    found = np.quantile(values, list(_SHARES.values()), method="inverted_cdf")
-    return {name: value.item() for name, value in zip(_SHARES, found, strict=True)}
+    quantiles = np.quantile(values, list(_SHARES.values()), method="inverted_cdf")
+    return {name: value.item() for name, value in zip(_SHARES, quantiles, strict=True)}
 
 
 def _short_sides(document: Mapping[str, Any], image_size: int | None) -> dict[str, Any]:
@@ -138,18 +138,18 @@ def _classes(folder: Path, document: Mapping[str, Any], splits: Mapping[str, _Sp
 
 def _captions(splits: Sequence[_Split], count_tokens: CountTokens | None, positions: int | None) -> dict[str, Any]:
     """Return lengths of captions: of all in bytes, and of some in tokens with the share of those that are cut."""
-    found: dict[str, Any] = {
+    section: dict[str, Any] = {
         "bytes": _quantiles(np.concatenate([each.records["caption"] for each in splits])),
         "counted": None,
         "tokens": None,
         "cut": None,
     }
     if count_tokens is None:
-        return found
+        return section
     apart = -(-sum(len(each.records) for each in splits) // MOST_CAPTIONS)
     lengths = np.array([n for each in splits for n in count_tokens(each.captions(range(0, len(each.records), apart)))])
     cut = None if positions is None else float((lengths > positions).mean())
-    return found | {"counted": len(lengths), "tokens": _quantiles(lengths), "cut": cut}
+    return section | {"counted": len(lengths), "tokens": _quantiles(lengths), "cut": cut}
 
 
 def _duplicates(splits: Sequence[_Split]) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _duplicates(splits: Sequence[_Split]) -> dict[str, Any]:
             pair[split] = {"source": each.source, "image": each.name(int(number[at]))}
         examples.append(pair)
     return {
-        **{split: len(found) - len(np.unique(found)) for split, found in parts.items()},
+        **{split: len(hashes) - len(np.unique(hashes)) for split, hashes in parts.items()},
         "leaked": int(is_leaked.sum()),
         "other_labels": len(np.unique(digests[order][1:][differ])),
         "examples": examples,

@@ -170,11 +170,11 @@ class DigitsUnit:
     def samples(self, settings: ImageSettings) -> Iterator[Found | Bad]:
         """Yield the digits as PGM files. Raises UsageError if scikit-learn is not installed."""
         try:
-            found = importlib.import_module("sklearn.datasets").load_digits()
+            digits = importlib.import_module("sklearn.datasets").load_digits()
         except ImportError as error:
             raise UsageError(Reason("images.no-scikit-learn", {"source": SKLEARN_DIGITS})) from error
         offset = 0
-        for number, (pixels, digit) in enumerate(zip(found.images, found.target.tolist(), strict=True)):
+        for number, (pixels, digit) in enumerate(zip(digits.images, digits.target.tolist(), strict=True)):
             rows = [[round(value * 255 / _SHADES) for value in row] for row in pixels.tolist()]
             image = b"P5 %d %d 255\n" % (len(rows[0]), len(rows)) + bytes(value for row in rows for value in row)
             place = f"{SKLEARN_DIGITS}, image {number + 1}"
@@ -216,9 +216,9 @@ def target_of(value: Any, settings: ImageSettings, classes: Mapping[str, int]) -
         if not isinstance(value, list):
             value = [value]
         return sorted({_class_of(each, classes) for each in value})
-    found = value if isinstance(value, list) else [value]
-    numbers = [each for each in found if isinstance(each, int | float) and not isinstance(each, bool)]
-    if len(numbers) != len(found) or not found or not all(map(math.isfinite, numbers)):
+    elements = value if isinstance(value, list) else [value]
+    numbers = [each for each in elements if isinstance(each, int | float) and not isinstance(each, bool)]
+    if len(numbers) != len(elements) or not elements or not all(map(math.isfinite, numbers)):
         raise TargetError(Reason("images.label-not-numbers", {"given": _shown(value)}))
     return list(map(float, numbers))
 
@@ -262,11 +262,11 @@ def caption_of(value: Any) -> bytes:
         value = _decoded(value)
     if not isinstance(value, str):
         raise TargetError(Reason("images.caption-not-text", {"given": _shown(value)}))
-    if not (found := value.strip().encode("utf-8", "replace")):
+    if not (caption := value.strip().encode("utf-8", "replace")):
         raise TargetError(Reason("images.no-caption"))
-    if len(found) > MOST_CAPTION_BYTES:
-        raise TargetError(Reason("images.caption-too-long", {"bytes": len(found), "most": MOST_CAPTION_BYTES}))
-    return found
+    if len(caption) > MOST_CAPTION_BYTES:
+        raise TargetError(Reason("images.caption-too-long", {"bytes": len(caption), "most": MOST_CAPTION_BYTES}))
+    return caption
 
 
 def _decoded(content: bytes) -> str:
@@ -281,12 +281,12 @@ def json_value(content: bytes | None, key: str) -> Any:
     if content is None:
         return None
     try:
-        found = json.loads(content)
+        document = json.loads(content)
     except ValueError as error:
         raise TargetError(Reason("images.not-json", {"error": str(error)})) from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise TargetError(Reason("images.not-json", {"error": "it must be an object"}))
-    return found.get(key)
+    return document.get(key)
 
 
 def _shown(value: Any) -> str:

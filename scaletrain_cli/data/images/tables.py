@@ -125,16 +125,16 @@ def table_columns(schema: Any, settings: ImageSettings, path: str) -> dict[str, 
     Raises UsageError if one is missing, or is not what it must be.
     """
     caption = "json" if settings.caption.startswith(_IN_JSON) else settings.caption
-    found = {
+    columns = {
         "image": _column(schema, settings.image, IMAGE, "image", path),
         "label": _column(schema, settings.label, LABEL, "label", path) if settings.targets != "none" else None,
         "caption": _column(schema, caption, CAPTION, "caption", path) if settings.captions else None,
     }
-    kind = schema.field(found["image"]).type
+    kind = schema.field(columns["image"]).type
     if not _holds_bytes(kind):
-        params = {"column": found["image"], "type": " ".join(str(kind).split())}
+        params = {"column": columns["image"], "type": " ".join(str(kind).split())}
         raise _unusable(path, Reason("images.column-without-bytes", params))
-    return found
+    return columns
 
 
 def image_leaf(schema: Any, settings: ImageSettings, path: str) -> tuple[str, bool]:
@@ -146,10 +146,10 @@ def image_leaf(schema: Any, settings: ImageSettings, path: str) -> tuple[str, bo
 
 def _column(schema: Any, named: str, usual: Sequence[str], part: str, path: str) -> str:
     names = usual if named == "auto" else (named,)
-    if (found := next((name for name in names if name in schema.names), None)) is None:
+    if (column := next((name for name in names if name in schema.names), None)) is None:
         params = {"columns": list(names), "found": schema.names[:_MOST_SHOWN], "key": f"data.images.fields.{part}"}
         raise _unusable(path, Reason("images.no-column", params))
-    return found
+    return column
 
 
 def _holds_bytes(kind: Any) -> bool:

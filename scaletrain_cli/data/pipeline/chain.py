@@ -139,9 +139,9 @@ class Duplicates:
     def removed(self, task: Task) -> dict[int, Removed]:
         """Return the removed documents of a task, by number in the task."""
         removed = {}
-        for found in read_removed(self.corpus, self.number_of(task)):
-            rule, limit = ("near", self.corpus.settings.similarity) if found.near else ("exact", 1.0)
-            removed[found.index] = Removed(f"duplicates.{rule}", found.similarity, limit)
+        for duplicate in read_removed(self.corpus, self.number_of(task)):
+            rule, limit = ("near", self.corpus.settings.similarity) if duplicate.near else ("exact", 1.0)
+            removed[duplicate.index] = Removed(f"duplicates.{rule}", duplicate.similarity, limit)
         return removed
 
     def number_of(self, task: Task) -> int:

@@ -181,13 +181,13 @@ class Claims:
 
     def refresh(self, stage: str) -> None:
         """Read which claims of a stage there are."""
-        found: dict[str, int] = {}
+        generations: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self._claims / stage):
                 unit, _, number = name.rpartition(".")
                 if unit and number.isdecimal():
-                    found[unit] = max(found.get(unit, 0), int(number))
-        self._generations[stage] = found
+                    generations[unit] = max(generations.get(unit, 0), int(number))
+        self._generations[stage] = generations
 
     def claim(self, stage: str, unit: str) -> bool:
         """Return whether this process has the unit now: nobody had it, or only processes that are dead."""
@@ -227,10 +227,10 @@ class Claims:
 
     def fail(self, error: Exception, unit: str) -> ScaletrainError:
         """Record why the job has failed, unless it is recorded, and return the error to raise."""
-        found = error if isinstance(error, ScaletrainError) else _unexpected(error, unit)
+        failure = error if isinstance(error, ScaletrainError) else _unexpected(error, unit)
         if self._failure is not None:
-            record_failure(self._failure, found, unit)
-        return found
+            record_failure(self._failure, failure, unit)
+        return failure
 
     def raise_failure(self) -> None:
         """Raise the error of another process of the same job, if one has failed."""
@@ -249,19 +249,21 @@ def record_failure(path: Path, error: ScaletrainError, unit: str) -> None:
 
 def read_failure(path: Path) -> ScaletrainError | None:
     """Return the error with which a job has failed; None if none is recorded."""
-    if (found := read_document(path)) is None:
+    if (document := read_document(path)) is None:
         return None
-    kind = UsageError if found.get("exit_code") == ExitCode.USAGE else ScaletrainError
-    return kind(reason_from(found.get("reason")))
+    kind = UsageError if document.get("exit_code") == ExitCode.USAGE else ScaletrainError
+    return kind(reason_from(document.get("reason")))
 
 
 def _unexpected(error: Exception, unit: str) -> ScaletrainError:
     if isinstance(error, OSError):
-        found = error_of_system(error, unit)
+        failure = error_of_system(error, unit)
     else:
-        found = ScaletrainError(Reason("data.task-failed", {"task": unit, "error": f"{type(error).__name__}: {error}"}))
-    found.__cause__ = error
-    return found
+        failure = ScaletrainError(
+            Reason("data.task-failed", {"task": unit, "error": f"{type(error).__name__}: {error}"})
+        )
+    failure.__cause__ = error
+    return failure
 
 
 def _machine() -> str:

@@ -75,8 +75,8 @@ def _read(
             unit.result.unlink(missing_ok=True)
     with Workers(min(workers, len(units)), claims.owner) as pool:
         run_stage(stage, claims, pool, progress)
-    found = [_result(unit) for unit in units]
-    return hashes_from_ranges(files, ranges, [digest for hashes in found for digest in hashes or ()])
+    results = [_result(unit) for unit in units]
+    return hashes_from_ranges(files, ranges, [digest for hashes in results for digest in hashes or ()])
 
 
 def _units(ranges: Sequence[FileRange]) -> Iterator[tuple[FileRange, ...]]:
@@ -101,7 +101,11 @@ def _hash_unit(unit: _Unit) -> None:
 def _result(unit: _Unit) -> list[str] | None:
     """Return the hashes of a unit; None if its result cannot be used."""
     with suppress(OSError, ValueError):
-        found = json.loads(unit.result.read_text(encoding="utf-8"))
-        if isinstance(found, list) and len(found) == len(unit.ranges) and all(isinstance(each, str) for each in found):
-            return found
+        digests = json.loads(unit.result.read_text(encoding="utf-8"))
+        if (
+            isinstance(digests, list)
+            and len(digests) == len(unit.ranges)
+            and all(isinstance(each, str) for each in digests)
+        ):
+            return digests
     return None

@@ -171,10 +171,10 @@ def prepare(
             claims.remove_drafts(steps)
             claims.remove_drafts(tokenizers)
             claims.raise_failure()
-            found = _with_all_steps(preparation, steps, crew)
-            tokenizer = preparation.tokenizer or _trained(preparation, found, tokenizers, crew)
+            works = _with_all_steps(preparation, steps, crew)
+            tokenizer = preparation.tokenizer or _trained(preparation, works, tokenizers, crew)
             done = []
-            for work in found:
+            for work in works:
                 dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain), _open)
                 done.append(replace(work, dataset=dataset))
                 _write_shards(done[-1], tokenizer, preparation.validation_share, crew)
@@ -184,7 +184,7 @@ def prepare(
                 crew.run(Stage(f"finish {each.name}", key, each.dataset, ("dataset.json",), finish))
 
         def remove_phases_again() -> None:
-            steps = [step.duplicates for work in found for step in work.chain.steps if step.duplicates is not None]
+            steps = [step.duplicates for work in works for step in work.chain.steps if step.duplicates is not None]
             for corpus in {step.corpus for step in steps}:
                 remove_phases(corpus)  # of which a slow process may have written some again
 
@@ -230,11 +230,11 @@ def _planned(chains: Sequence[Chain], sources: Sequence[Source], section: Prepar
         return [extended(chain, source, (section,)) for chain, source in zip(chains, sources, strict=True)]
     chosen = [number for number, source in enumerate(sources) if applies(section, source)]
     key = _duplicates_key([chains[number] for number in chosen], section)
-    found = list(chains)
+    planned = list(chains)
     for place, number in enumerate(chosen):
         step = ChainStep(_key_without_duplicates(chains[number], key, place))
-        found[number] = replace(chains[number], steps=(*chains[number].steps, step))
-    return found
+        planned[number] = replace(chains[number], steps=(*chains[number].steps, step))
+    return planned
 
 
 def _duplicates_key(chains: Sequence[Chain], section: DuplicatesSpec) -> str:
@@ -252,10 +252,10 @@ def _dataset_key(preparation: Preparation, tokenizer: str, chain: Chain) -> str:
     return chained(_TOKENS, chain.steps[-1].key, settings, preparation.validation_share)
 
 
-def _trained(preparation: Preparation, found: Sequence[Work], folder: Path, crew: _Crew) -> str:
+def _trained(preparation: Preparation, works: Sequence[Work], folder: Path, crew: _Crew) -> str:
     """Return the tokenizer.json that is trained on the documents that are left, once, and kept in ``folder``."""
-    path = _tokenizer_path(preparation, folder, [each.chain for each in found])
-    train = partial(train_into, path, preparation.vocab_size, found)
+    path = _tokenizer_path(preparation, folder, [each.chain for each in works])
+    train = partial(train_into, path, preparation.vocab_size, works)
     if not trained_before(path):
         path.unlink(missing_ok=True)
     with Workers(1, crew.claims.owner) as this_process:  # whose training uses all cores
@@ -335,25 +335,25 @@ def _finish(work: Work, tokenizer: str, validation_share: float, prepared: Seque
 
 def _with_all_steps(preparation: Preparation, steps: Path, crew: _Crew) -> list[Work]:
     """Return the sources with all of their steps; run those that must be done for all documents before the next one."""
-    found = [
+    works = [
         Work(source, tasks_of(source, preparation.task_bytes), _first_step(preparation, steps, source))
         for source in preparation.sources
     ]
     for section in preparation.sections:
         if isinstance(section, DuplicatesSpec):
-            found = _without_duplicates(found, section, steps, preparation.memory_bytes, crew)
+            works = _without_duplicates(works, section, steps, preparation.memory_bytes, crew)
         else:
-            found = [replace(each, chain=extended(each.chain, each.source, (section,))) for each in found]
-    return found
+            works = [replace(each, chain=extended(each.chain, each.source, (section,))) for each in works]
+    return works
 
 
 def _without_duplicates(
-    found: Sequence[Work], section: DuplicatesSpec, steps: Path, memory_bytes: int, crew: _Crew
+    works: Sequence[Work], section: DuplicatesSpec, steps: Path, memory_bytes: int, crew: _Crew
 ) -> list[Work]:
     """Find the duplicates among the documents that are left so far, and return the sources with that step."""
-    chosen = [number for number, each in enumerate(found) if applies(section, each.source)]
-    tasks = [(found[number].chain, task) for number in chosen for task in found[number].tasks]
-    key = _duplicates_key([found[number].chain for number in chosen], section)
+    chosen = [number for number, each in enumerate(works) if applies(section, each.source)]
+    tasks = [(works[number].chain, task) for number in chosen for task in works[number].tasks]
+    key = _duplicates_key([works[number].chain for number in chosen], section)
     corpus = Corpus(steps / key, tuple(task.source for _, task in tasks), section, memory_bytes)
     make_folder(corpus.folder)
     texts = _Texts(dict(enumerate(tasks)))
@@ -361,9 +361,9 @@ def _without_duplicates(
         stage = _phase(corpus, number, texts)
         crew.run(stage if number else replace(stage, name=f"{stage.name}{_after(chain for chain, _ in tasks)}"))
     remove_phases(corpus)
-    result, first = list(found), 0
+    result, first = list(works), 0
     for place, number in enumerate(chosen):
-        each = found[number]
+        each = works[number]
         duplicates = Duplicates(corpus, first)
         step = ChainStep(_key_without_duplicates(each.chain, key, place), section.step, None, duplicates)
         result[number] = replace(each, chain=replace(each.chain, steps=(*each.chain.steps, step)))
@@ -378,8 +378,8 @@ class _Texts:
     tasks: Mapping[int, tuple[Chain, Task]]
 
     def __call__(self, task: int, /) -> Iterator[tuple[int, str]]:
-        chain, found = self.tasks[task]
-        return chain.documents(found)
+        chain, texts = self.tasks[task]
+        return chain.documents(texts)
 
     def for_job(self, job: int) -> "tuple[int, _Texts]":
         """Return what a worker process needs for a job: a phase that reads texts has one job for each task."""

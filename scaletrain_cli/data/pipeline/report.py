@@ -41,9 +41,9 @@ def nothing_left(work: Work) -> Reason:
     bad: dict[tuple[int, str], dict[str, str]] = {}
     for number in range(len(chain.steps)):
         for task in tasks:
-            found = _decisions(chain, number, task)
-            removed.update({(number, rule): len(numbers) for rule, numbers in found.removed.items()})
-            for each in found.bad:
+            decisions = _decisions(chain, number, task)
+            removed.update({(number, rule): len(numbers) for rule, numbers in decisions.removed.items()})
+            for each in decisions.bad:
                 bad.setdefault((number, each["rule"]), {"place": place_of(task, each), "problem": each["problem"]})
     if not removed:
         return Reason("data.no-documents", {"source": name})
@@ -56,8 +56,8 @@ def nothing_left(work: Work) -> Reason:
 
 def _report(source: Work, sources: Sequence[Work]) -> dict[str, Any]:
     steps = [_step(source, number) for number in range(len(source.chain.steps))]
-    found = _tokens(source)
-    tokens, characters = sum(found["tokens"].values()), found["characters"].get("all", 0)
+    counts = _tokens(source)
+    tokens, characters = sum(counts["tokens"].values()), counts["characters"].get("all", 0)
     for step in steps:  # by the tokens per character of what is left in the end
         step["estimated_tokens_left"] = round(step["characters_left"] * tokens / characters) if characters else None
     # The documents of each language that were kept and removed; None without a step ``language``.
@@ -76,7 +76,7 @@ def _report(source: Work, sources: Sequence[Work]) -> dict[str, Any]:
         "steps": steps,
         "languages": ({"kept": _in_order(kept), "removed": _in_order(removed)} if kept or removed else None),
         "duplicates": [_duplicates(each.duplicates.corpus, sources) for each in source.chain.steps if each.duplicates],
-        **found,
+        **counts,
     }
 
 
@@ -89,16 +89,16 @@ def _step(source: Work, number: int) -> dict[str, Any]:
     removed, removed_characters = Counter[str](), Counter[str]()
     measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for task in source.tasks:
-        found = _decisions(source.chain, number, task)
+        decisions = _decisions(source.chain, number, task)
         for name in ("documents", "characters", "documents_left", "characters_left"):
-            setattr(total, name, getattr(total, name) + getattr(found, name))
-        removed.update({rule: len(numbers) for rule, numbers in found.removed.items()})
-        removed_characters.update(found.removed_characters)
-        for rule, values in found.measured.items():
+            setattr(total, name, getattr(total, name) + getattr(decisions, name))
+        removed.update({rule: len(numbers) for rule, numbers in decisions.removed.items()})
+        removed_characters.update(decisions.removed_characters)
+        for rule, values in decisions.measured.items():
             measured[rule].update(values)
-        total.counts.update(found.counts)
-        _keep_first(total.examples, found.examples, task, _EXAMPLES_PER_RULE)
-        _keep_first(total.bad, found.bad, task, _PLACES_PER_REASON)
+        total.counts.update(decisions.counts)
+        _keep_first(total.examples, decisions.examples, task, _EXAMPLES_PER_RULE)
+        _keep_first(total.bad, decisions.bad, task, _PLACES_PER_REASON)
     bad = {each["rule"] for each in total.bad}
     return {
         "name": step.name,
@@ -143,10 +143,10 @@ def _decisions(chain: Chain, number: int, task: Task) -> Decisions:
     return read_decisions(chain.decisions(number, task)) or Decisions()
 
 
-def _keep_first(kept: list[dict[str, Any]], found: Sequence[Mapping[str, Any]], task: Task, most: int) -> None:
+def _keep_first(kept: list[dict[str, Any]], more: Sequence[Mapping[str, Any]], task: Task, most: int) -> None:
     """Add what was recorded of documents, with the place for people, up to a number for each rule."""
     counts = Counter(each["rule"] for each in kept)
-    for each in found:
+    for each in more:
         if counts[each["rule"]] < most:
             counts[each["rule"]] += 1
             kept.append({**each, "place": place_of(task, each), "order": [task.number, each["part"], each["at"]]})
@@ -210,18 +210,18 @@ def _tokens(source: Work) -> dict[str, Any]:
         shard = source.dataset / f"{task.number:06d}"
         if (info := read_shard_info(shard)) is not None:
             document.update({name: count for name, count in asdict(info).items() if name != "digest"})
-        found = undamaged_document(shard / STATISTICS)
-        if found is None or found["shortest"] is None:
+        statistics = undamaged_document(shard / STATISTICS)
+        if statistics is None or statistics["shortest"] is None:
             continue
-        for least, (documents, tokens) in found["lengths"].items():
+        for least, (documents, tokens) in statistics["lengths"].items():
             total = lengths.setdefault(int(least), [0, 0])
             total[0] += documents
             total[1] += tokens
-        characters.update(found["characters"])
-        shortest = found["shortest"] if shortest is None else min(shortest, found["shortest"])
-        longest = max(longest, found["longest"])
-        if found["unknown_tokens"] is not None:
-            unknown = (unknown or 0) + found["unknown_tokens"]
+        characters.update(statistics["characters"])
+        shortest = statistics["shortest"] if shortest is None else min(shortest, statistics["shortest"])
+        longest = max(longest, statistics["longest"])
+        if statistics["unknown_tokens"] is not None:
+            unknown = (unknown or 0) + statistics["unknown_tokens"]
     tokens = document["train_tokens"] + document["validation_tokens"]
     return {
         "documents": {split: document[f"{split}_documents"] for split in ("train", "validation")},

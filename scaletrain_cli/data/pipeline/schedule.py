@@ -91,9 +91,9 @@ class Workers:
 
 
 def _killed(error: BrokenProcessPool) -> ScaletrainError:
-    found = ScaletrainError(Reason("data.worker-killed"))
-    found.__cause__ = error
-    return found
+    failure = ScaletrainError(Reason("data.worker-killed"))
+    failure.__cause__ = error
+    return failure
 
 
 def _begin(parent: int, owner: str | None) -> None:

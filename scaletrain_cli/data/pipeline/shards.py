@@ -53,9 +53,9 @@ class Statistics:
     def add(self, text: str, content: bytes, ids: npt.NDArray[Any]) -> None:
         """Count a document: its text, the same in UTF-8, and its tokens with the one that ends it."""
         count = len(ids) - 1
-        found = self.lengths.setdefault(length_range(count), [0, 0])
-        found[0] += 1
-        found[1] += count
+        counts = self.lengths.setdefault(length_range(count), [0, 0])
+        counts[0] += 1
+        counts[1] += count
         self.shortest = count if self.shortest is None else min(self.shortest, count)
         self.longest = max(self.longest, count)
         if self.unknown is not None:
@@ -141,8 +141,8 @@ def encoded(tokenizer: Any, texts: Iterable[str], end_of_text: int, dtype: str) 
     encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
     before = tokens_before(tokenizer)
     for batch in _batches(iter(texts)):
-        for text, found in zip(batch, encode(batch, add_special_tokens=False), strict=True):
-            ids = with_start(found.ids, before)
+        for text, encoding in zip(batch, encode(batch, add_special_tokens=False), strict=True):
+            ids = with_start(encoding.ids, before)
             ends = [] if ids[-1:] == [end_of_text] else [end_of_text]
             yield Encoded(text.encode(), np.array([*ids, *ends], dtype), text)
 

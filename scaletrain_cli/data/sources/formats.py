@@ -109,9 +109,9 @@ def first_fault(
     """
     usable, fault = False, None
     for file in sample_of(files, most_files):
-        found = read_beginning(file, columns)
-        bad, usable_here = list(found.bad), False
-        for record in found.documents:
+        beginning = read_beginning(file, columns)
+        bad, usable_here = list(beginning.bad), False
+        for record in beginning.documents:
             problem = problem_of(record) if isinstance(record, Record) else None
             usable_here = usable_here or problem is None
             if problem is not None and fault is None:
@@ -142,9 +142,9 @@ def _few(records: Iterable[Record | TokenRecord | BadRecord]) -> Iterator[Record
 
 
 def _beginning(records: Iterable[Record | TokenRecord | BadRecord], share: float) -> Beginning:
-    found = list(records)
-    documents = tuple(record for record in found if not isinstance(record, BadRecord))
-    return Beginning(documents, tuple(record for record in found if isinstance(record, BadRecord)), share)
+    read = list(records)
+    documents = tuple(record for record in read if not isinstance(record, BadRecord))
+    return Beginning(documents, tuple(record for record in read if isinstance(record, BadRecord)), share)
 
 
 def _inflated(stored: bytes, compression: str) -> tuple[bytes, int]:

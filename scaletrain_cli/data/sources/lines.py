@@ -145,8 +145,8 @@ def record_of(place: int, row: Any, columns: Columns) -> Record | BadRecord:
         return BadRecord(place, Reason("sources.no-field", {"field": columns.text, "columns": list(row)[:20]}))
     text = row[columns.text]
     if not isinstance(text, str):
-        found = "null" if text is None else _JSON_TYPES.get(type(text), type(text).__name__)
-        return BadRecord(place, Reason("sources.not-text", {"field": columns.text, "type": found}))
+        kind = "null" if text is None else _JSON_TYPES.get(type(text), type(text).__name__)
+        return BadRecord(place, Reason("sources.not-text", {"field": columns.text, "type": kind}))
     text = text if text.isascii() else _LONE_SURROGATES.sub("\ufffd", text)
     if not text.strip():
         return BadRecord(place, Reason("sources.empty"))

@@ -44,12 +44,12 @@ def source_files(
     if is_remote(section.path):
         return _remote(section, key, seconds, evaluation, left_out)
     listed = find_text(section.path, folder, section.format, key, evaluation=evaluation)
-    found = listed.files
+    paths = listed.files
     if left_out is not None:
         left_out.update(listed.not_read)
     if section.path == PYTHON_STDLIB:
-        return tuple(local_file(path, "code") for path in found)
-    files = [(path, *format_by_name(path.name, section.format)) for path in found]
+        return tuple(local_file(path, "code") for path in paths)
+    files = [(path, *format_by_name(path.name, section.format)) for path in paths]
     if not checked:
         with contextlib.suppress(OSError):
             return tuple(local_file(path, kind, compression) for path, kind, compression in files)

@@ -60,10 +60,10 @@ def beside(file: SourceFile, suffix: str) -> SourceFile:
     """Return the file that differs from ``file`` in its suffix alone, such as ``.idx``. Raises as stored() does."""
     path = f"{os.path.splitext(file.path)[0]}{suffix}"
     if is_remote(path):
-        found = find_file(path)
-        if file.etag and found.etag not in file.etag.split():
+        remote = find_file(path)
+        if file.etag and remote.etag not in file.etag.split():
             raise PlaceError(Reason("remote.changed", {"path": path}), file=path)
-        return SourceFile(path, found.size, file.kind, etag=found.etag)
+        return SourceFile(path, remote.size, file.kind, etag=remote.etag)
     return SourceFile(path, os.stat(path).st_size, file.kind)
 
 

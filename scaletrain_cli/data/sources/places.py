@@ -115,8 +115,8 @@ def _listed(place: Place, folder: str, deep: bool) -> Iterator[Any]:
 def find_file(path: str, seconds: float | None = None) -> RemoteFile:
     """Return one object with its size and ETag. Raises PlaceError and UnavailableError."""
     place = parse_place(path)
-    found = retried(lambda: require("obstore", "remote").head(store_of(place), place.key), place, path, seconds)
-    return RemoteFile(path, found["size"], _identity(found))
+    metadata = retried(lambda: require("obstore", "remote").head(store_of(place), place.key), place, path, seconds)
+    return RemoteFile(path, metadata["size"], _identity(metadata))
 
 
 def unless_missing(request: Callable[[], Result]) -> Result | None:
@@ -129,8 +129,8 @@ def unless_missing(request: Callable[[], Result]) -> Result | None:
         raise
 
 
-def _identity(found: Any) -> str:
-    return str(found["e_tag"] or found["last_modified"].isoformat())
+def _identity(metadata: Any) -> str:
+    return str(metadata["e_tag"] or metadata["last_modified"].isoformat())
 
 
 def read_range(file: RemoteFile, start: int, stop: int, seconds: float | None = None) -> bytes:
@@ -179,8 +179,8 @@ def write_file(path: str, content: Path | bytes) -> None:
             obstore.put(store_of(place), place.key, file)
 
     retried(write, place, path, None)
-    if (found := find_file(path).size) != size:
-        raise PlaceError(Reason("remote.size-differs", {"path": path, "bytes": found, "expected": size}))
+    if (stored_bytes := find_file(path).size) != size:
+        raise PlaceError(Reason("remote.size-differs", {"path": path, "bytes": stored_bytes, "expected": size}))
 
 
 def retried(action: Callable[[], Result], place: Place, path: str, seconds: float | None) -> Result:

@@ -108,9 +108,9 @@ class Reader(Protocol):
 
 def local_file(path: Path, kind: str, compression: str = "") -> SourceFile:
     """Return a file of this machine with its size and its state. Raises OSError."""
-    found = [each.stat() for each in parts_of(path, kind)]
-    size = sum(each.st_size for each in found)
-    return SourceFile(os.path.abspath(path), size, kind, compression, state=_state(found))
+    stats = [each.stat() for each in parts_of(path, kind)]
+    size = sum(each.st_size for each in stats)
+    return SourceFile(os.path.abspath(path), size, kind, compression, state=_state(stats))
 
 
 def parts_of(path: Path, kind: str) -> tuple[Path, ...]:
@@ -123,13 +123,13 @@ def paths_of(file: SourceFile) -> tuple[Path, ...]:
     return parts_of(Path(file.path), file.kind)
 
 
-def _state(found: Iterable[os.stat_result]) -> str:
+def _state(stats: Iterable[os.stat_result]) -> str:
     """Return what changes with every write to the files.
 
     It includes the inode change time, which programs cannot set, unlike the modification time; not the device, which
     differs between machines that mount the same file system.
     """
-    return " ".join(f"{each.st_ino}-{each.st_size}-{each.st_mtime_ns}-{each.st_ctime_ns}" for each in found)
+    return " ".join(f"{each.st_ino}-{each.st_size}-{each.st_mtime_ns}-{each.st_ctime_ns}" for each in stats)
 
 
 def require_unchanged(file: SourceFile) -> None:

@@ -158,9 +158,9 @@ def _s3_config(bucket: str) -> dict[str, str]:
     if _is_set("AWS_SKIP_SIGNATURE") or any(os.environ.get(name) for name in _S3_CREDENTIALS):
         return {}
     named = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
-    found = _profile(named or "default", os.environ)
-    if "access_key_id" in found:
-        return found
+    settings = _profile(named or "default", os.environ)
+    if "access_key_id" in settings:
+        return settings
     if named:
         raise PlaceError(Reason("remote.profile-without-keys", {"profile": named}))
     if _is_set("AWS_EC2_METADATA_DISABLED"):  # which the library does not know
@@ -182,7 +182,7 @@ def _profile(name: str, environment: Mapping[str, str]) -> dict[str, str]:
     }
     if not (environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")):
         names["region"] = "region"
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for path, section in files:
         parser = configparser.RawConfigParser(strict=False)
         try:
@@ -190,5 +190,5 @@ def _profile(name: str, environment: Mapping[str, str]) -> dict[str, str]:
         except (configparser.Error, OSError, ValueError):
             continue
         if parser.has_section(section):
-            found |= {names[key]: value for key, value in parser.items(section) if key in names}
-    return found
+            settings |= {names[key]: value for key, value in parser.items(section) if key in names}
+    return settings

@@ -37,17 +37,17 @@ class Contamination(Step):
         self.spec = spec
         self.hashes = _WordHashes()
         digest = hashlib.sha256()
-        found: dict[int, list[_Numbers]] = {}  # number of words: n-grams of each item, each once
+        by_length: dict[int, list[_Numbers]] = {}  # number of words: n-grams of each item, each once
         for item in evaluation_items(spec.files, spec.fields):
             words = item.lower().translate(_punctuation()).split()
             length = min(len(words), spec.ngram)
             if length >= spec.min_item_words:
                 ngrams = np.unique(next(_sequences(self.hashes.of(words), (length,)))[1])
-                found.setdefault(length, []).append(ngrams)
+                by_length.setdefault(length, []).append(ngrams)
                 digest.update(ngrams.astype("<u8").tobytes())
-        if not found:
+        if not by_length:
             raise UsageError(Reason("document_steps.no-items", {"words": spec.min_item_words}))
-        self.indexes = {length: _Index(items) for length, items in sorted(found.items())}
+        self.indexes = {length: _Index(items) for length, items in sorted(by_length.items())}
         self.depends_on = {"evaluation": digest.hexdigest()}
 
     def __call__(self, document: Document) -> Kept | Removed:
@@ -81,10 +81,10 @@ class Contamination(Step):
 
     def _matches(self, text: str) -> list[tuple[int, int]]:
         """Return (first word, number of words) of each match; words without a letter or a digit are not counted."""
-        found: list[tuple[int, int]] = []
+        matches: list[tuple[int, int]] = []
         for length, numbers in self._numbers(text):
-            found += [(int(start), length) for start in np.flatnonzero(self.indexes[length].contains(numbers))]
-        return sorted(found)
+            matches += [(int(start), length) for start in np.flatnonzero(self.indexes[length].contains(numbers))]
+        return sorted(matches)
 
     def _numbers(self, text: str) -> Iterator[tuple[int, _Numbers]]:
         """Yield each length of the evaluation's n-grams with the numbers of all sequences of the text."""

@@ -19,13 +19,13 @@ def evaluation_items(patterns: Iterable[str], fields: Iterable[str]) -> Iterator
 
     Raises UsageError with file and line if there is no file, or if one cannot be read or has none of the fields.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for pattern in patterns:
         matches = sorted(Path(path) for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
         if not matches:
             raise UsageError(Reason("document_steps.files-missing", {"pattern": pattern}), file=pattern)
-        found += matches
-    yield from _items(list(dict.fromkeys(found)), tuple(fields))
+        paths += matches
+    yield from _items(list(dict.fromkeys(paths)), tuple(fields))
 
 
 def _items(files: Iterable[Path], fields: tuple[str, ...]) -> Iterator[str]:

@@ -90,12 +90,12 @@ class GopherQuality(GopherRules):
         yield "max_ellipsis_lines", share(sum(line.endswith(ELLIPSES) for line in lines), len(lines))
         yield "min_alphabetic_words", share(len(words) - len(without_letter), len(words))
         # counted up to the number that is needed
-        found: set[str] = set()
+        stop_words: set[str] = set()
         for match in self.stop_word(text.lower()):
-            found.add(match[0])
-            if len(found) >= (self.spec.min_stop_words or 0):
+            stop_words.add(match[0])
+            if len(stop_words) >= (self.spec.min_stop_words or 0):
                 break
-        yield "min_stop_words", len(found)
+        yield "min_stop_words", len(stop_words)
 
 
 class GopherRepetition(GopherRules):
@@ -174,7 +174,7 @@ def _top(
     for start, gram in zip(starts, grams, strict=True):
         if counts[gram] == most:
             positions.setdefault(gram, []).append(start)
-    return max(_covered(found, n, lengths) for found in positions.values())
+    return max(_covered(places, n, lengths) for places in positions.values())
 
 
 def _covered(starts: list[int], n: int, lengths: list[int]) -> int:
@@ -272,11 +272,11 @@ class _BadWords:
     def number_in(self, lower: str) -> int:
         """Return the number of different phrases in a text in lower case."""
         words = _words(lower)
-        found = self.by_first.keys() & set(words)
-        if not found:
+        first_words = self.by_first.keys() & set(words)
+        if not first_words:
             return 0
         text = f" {' '.join(words)} "
-        return sum(phrase in text for word in found for phrase in self.by_first[word])
+        return sum(phrase in text for word in first_words for phrase in self.by_first[word])
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -118,8 +118,8 @@ def _template(path: Path) -> str:
 
 def _templates(folder: Path, *, of_processor: bool) -> dict[str, str]:
     """Return the templates by name; files replace those of tokenizer_config.json, as in transformers."""
-    if of_processor and isinstance(found := json_object(folder / "chat_template.json").get("chat_template"), str):
-        of_config: Any = found
+    if of_processor and isinstance(template := json_object(folder / "chat_template.json").get("chat_template"), str):
+        of_config: Any = template
     else:
         of_config = json_object(folder / "tokenizer_config.json").get("chat_template")
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}

@@ -103,8 +103,8 @@ def parsed_tokenizer(content: bytes, path: str) -> Any:
 def tokens_before(tokenizer: Any) -> list[int]:
     """Return the special tokens that a tokenizer puts before each text, such as that of <s>."""
     letter = tokenizer.encode("a")
-    found: list[int] = letter.ids[: [*letter.special_tokens_mask, 0].index(0)]
-    return found
+    tokens: list[int] = letter.ids[: [*letter.special_tokens_mask, 0].index(0)]
+    return tokens
 
 
 def with_start(ids: list[int], before: list[int]) -> list[int]:
@@ -397,7 +397,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 def json_object(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file; empty if there is no file. Raises UsageError for one that cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise UsageError(Reason("tokenizers.file-unreadable", {"path": str(path), "error": str(error)})) from error
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

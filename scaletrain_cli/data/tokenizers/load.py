@@ -99,13 +99,13 @@ def from_sentencepiece(content: bytes) -> Any:
 def _merges(pieces: Sequence[tuple[int, str, float]]) -> list[tuple[str, str]]:
     """Return the pairs of pieces that make another one, the best one first; that is what the library joins next."""
     known = {piece: number for number, piece, _ in pieces}
-    found = []
+    merges = []
     for number, piece, score in pieces:
         for place in range(1, len(piece)):
             left, right = piece[:place], piece[place:]
             if left in known and right in known:
-                found.append((-score, number, known[left], known[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+                merges.append((-score, number, known[left], known[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _add_normalization(tokenizer: Any, rules: Any, *, dummy_prefix: bool) -> None:
@@ -303,12 +303,12 @@ def tokenizer_content(section: TokenizerSpec, folder: Path = _HERE, kept: Path |
     if path is not None:
         with contextlib.suppress(OSError):
             return path.read_text(encoding="utf-8")
-    found = _converted(content, section)
-    found = with_files_beside(found.encode(), folder / expand_home(section.path), settings=False).decode()
+    converted = _converted(content, section)
+    converted = with_files_beside(converted.encode(), folder / expand_home(section.path), settings=False).decode()
     if path is not None:
         with contextlib.suppress(OSError):  # this user may not write there: converted again next time
-            write_whole(path, found)
-    return found
+            write_whole(path, converted)
+    return converted
 
 
 def _require_no_class(section: TokenizerSpec, folder: Path = _HERE) -> None:

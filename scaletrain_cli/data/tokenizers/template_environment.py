@@ -216,7 +216,7 @@ def marks_for(messages: list[Message], tools: list[Any] | None) -> tuple[str, st
 
 def without_marks(text: str, opening: str, closing: str) -> Rendered:
     """Return the text without marks, and the spans between them."""
-    found: list[str] = []
+    parts: list[str] = []
     marked: list[tuple[int, int]] = []
     length, start = 0, -1
     for part in re.split(f"([{opening}{closing}])", text):
@@ -230,8 +230,8 @@ def without_marks(text: str, opening: str, closing: str) -> Rendered:
             marked.append((start, length))
             start = -1
         else:
-            found.append(part)
+            parts.append(part)
             length += len(part)
     if start >= 0:
         raise RowError("template-failed", error="a generation block was cut")
-    return Rendered("".join(found), [each for each in marked if each[0] < each[1]])
+    return Rendered("".join(parts), [each for each in marked if each[0] < each[1]])

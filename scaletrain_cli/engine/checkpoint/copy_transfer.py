@@ -37,10 +37,10 @@ class Transfer(NamedTuple):
 
 def ranks_at(places: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each place; ``places``: that of each rank's copies."""
-    found: dict[str, list[int]] = {}
+    by_place: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
-        found.setdefault(place, []).append(rank)
-    return list(found.values())
+        by_place.setdefault(place, []).append(rank)
+    return list(by_place.values())
 
 
 def transfers_to_partners(places: Sequence[str]) -> list[Transfer]:

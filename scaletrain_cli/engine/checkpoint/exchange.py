@@ -91,20 +91,20 @@ def exchange(
         raise UsageError(Reason("engine.states-bound-to-stage"))
     wanted = {name for each in manifests for name in each.needed}
     names = sorted({name for each in manifests for name in each.held} & wanted)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     lacking: list[tuple[str, str]] = []
     for kind in sorted({kind for each in manifests for kind in each.kinds}):
         of_kind = sorted({name for each in manifests for name in each.kinds.get(kind, ())} & wanted)
         for batch in _batches(of_kind, manifests):
             values, missing = _exchanged(kind, batch, held, manifests, device)
-            found |= values
+            tensors |= values
             lacking += [(kind, name) for name in missing]
     for kind, name in (each for of_rank in consensus.gather_everywhere(lacking) for each in of_rank):
         raise ScaletrainError(Reason("engine.state-not-held", {"kind": kind, "name": name}))
     owners = {name: each for each in reversed(manifests) for name in each.held}
     counts = {name: owners[name].other_counts.get(name, owners[name].counts) for name in names}
     usual = next((each.counts for each in manifests if each.counts), {})
-    return ExchangedState(found, counts, usual, {key.partition("/")[0] for key in found})
+    return ExchangedState(tensors, counts, usual, {key.partition("/")[0] for key in tensors})
 
 
 def _batches(names: list[str], manifests: list[_Manifest]) -> Iterator[list[str]]:
@@ -143,14 +143,14 @@ def _exchanged(
     sent = torch.cat(outgoing) if outgoing else torch.empty(0)
     dist.all_to_all_single(incoming, sent.to(device), receive, send)
     arrived, position = incoming.cpu(), 0
-    found = {name: torch.zeros(me.needed[name].numel) for name in names if name in me.needed}
-    missing = {name: values.numel() for name, values in found.items()}
+    tensors = {name: torch.zeros(me.needed[name].numel) for name in names if name in me.needed}
+    missing = {name: values.numel() for name, values in tensors.items()}
     for theirs in of_rank:
         for name in names:
             for run in _shared(theirs.get(name), me.needed.get(name)):
-                found[name][run.at_second : run.at_second + run.length] = arrived[position : position + run.length]
+                tensors[name][run.at_second : run.at_second + run.length] = arrived[position : position + run.length]
                 position, missing[name] = position + run.length, missing[name] - run.length
-    values = {f"{kind}/{name}": values for name, values in found.items()}
+    values = {f"{kind}/{name}": values for name, values in tensors.items()}
     return values, [name for name, count in missing.items() if count]
 
 

@@ -153,9 +153,9 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})  # required by transformers
     except SafetensorError as error:
-        if (found := re.search(r"os error (\d+)", str(error))) is None:
+        if (match := re.search(r"os error (\d+)", str(error))) is None:
             raise
-        raise OSError(number := int(found[1]), os.strerror(number), str(path)) from error
+        raise OSError(number := int(match[1]), os.strerror(number), str(path)) from error
 
 
 def _write_text(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -246,17 +246,17 @@ class SavedWeights:
 
 
 def _open(checkpoint: Path, kind: str, model: AnyModel) -> SavedWeights:
-    found = read_checkpoint(checkpoint)
-    if not isinstance(found, Checkpoint):
-        raise ScaletrainError(Reason("engine.not-a-checkpoint", {"path": str(checkpoint), "problem": str(found)}))
-    reader = StateReader(checkpoint, -1, (), found.files)  # of no rank, which reads from all files
+    manifest = read_checkpoint(checkpoint)
+    if not isinstance(manifest, Checkpoint):
+        raise ScaletrainError(Reason("engine.not-a-checkpoint", {"path": str(checkpoint), "problem": str(manifest)}))
+    reader = StateReader(checkpoint, -1, (), manifest.files)  # of no rank, which reads from all files
     if kind == WEIGHT and OUTER in reader.kinds:
         kind = OUTER
     if kind not in reader.kinds:
         raise UsageError(Reason("engine.no-averaged-weights", {"checkpoint": checkpoint.name}))
     base = None
-    if (weights := getattr(model, "weights", None)) is not None and read_base(found) is not None:
+    if (weights := getattr(model, "weights", None)) is not None and read_base(manifest) is not None:
         folder = expand_home(weights)
-        check_base_of(found, folder)
+        check_base_of(manifest, folder)
         base = HuggingFaceFolder(folder, outline(model))
     return SavedWeights(reader, kind, base)

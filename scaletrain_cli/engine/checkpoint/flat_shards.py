@@ -121,9 +121,9 @@ def _flat_shards(engine: Any, model: nn.Module, mesh: Mesh) -> Iterator[FlatShar
         slices: list[PlacedSlice] = []
         owned: list[PlacedSlice] = []
         for segment in segments:
-            found = list(_slices_of(matrices[segment.parameter], segment))
-            slices += found
-            owned += _owned(found, segment.parameter, mesh, sharded=stage > 0)
+            of_segment = list(_slices_of(matrices[segment.parameter], segment))
+            slices += of_segment
+            owned += _owned(of_segment, segment.parameter, mesh, sharded=stage > 0)
         yield FlatShard(index, numel, tuple(slices), tuple(owned))
 
 
@@ -139,15 +139,15 @@ def _frozen_shards(engine: Any, model: nn.Module, mesh: Mesh, base: Container[st
             length = whole.ds_tensor.numel()
             start = min(length * whole.ds_zero_partition_rank, whole.ds_numel)
             stop = min(start + length, whole.ds_numel)
-        found = list(_slices_of(stored, _Segment(parameter, start, stop, 0)))
-        yield FrozenShard(parameter, tuple(found), tuple(_owned(found, parameter, mesh, sharded=sharded)))
+        slices = list(_slices_of(stored, _Segment(parameter, start, stop, 0)))
+        yield FrozenShard(parameter, tuple(slices), tuple(_owned(slices, parameter, mesh, sharded=sharded)))
 
 
 def _buffer_shards(model: nn.Module, mesh: Mesh) -> Iterator[FrozenShard]:
     mesh = replace(mesh, synchronous=mesh.replicas)  # groups of local SGD have them alike
     for buffer, matrix in stored_buffers(model):
-        found = list(_slices_of([matrix], _Segment(buffer, 0, buffer.numel(), 0)))
-        yield FrozenShard(buffer, tuple(found), tuple(_owned(found, buffer, mesh, sharded=False)))
+        slices = list(_slices_of([matrix], _Segment(buffer, 0, buffer.numel(), 0)))
+        yield FrozenShard(buffer, tuple(slices), tuple(_owned(slices, buffer, mesh, sharded=False)))
 
 
 def _stage_3(optimizer: Any) -> Iterator[tuple[int, list[_Segment]]]:
@@ -170,8 +170,8 @@ def _flat(engine: Any, model: nn.Module) -> Iterator[tuple[int, list[_Segment]]]
             segments[number] = [_Segment(parameter, 0, parameter.numel(), 0)]
         elif (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-            found = _Segment(parameter, here.start, here.start + here.numel, there.start)
-            segments[mapping.param_group_index].append(found)
+            segment = _Segment(parameter, here.start, here.start + here.numel, there.start)
+            segments[mapping.param_group_index].append(segment)
     for weight, parts in zip(weights, segments, strict=True):
         yield weight.numel(), parts
 
@@ -184,7 +184,7 @@ def _slices_of(matrices: list[Matrix], segment: _Segment) -> Iterator[PlacedSlic
             yield PlacedSlice(part, segment.offset + start - segment.start)
 
 
-def _owned(found: list[PlacedSlice], parameter: Any, mesh: Mesh, *, sharded: bool) -> list[PlacedSlice]:
+def _owned(slices: list[PlacedSlice], parameter: Any, mesh: Mesh, *, sharded: bool) -> list[PlacedSlice]:
     """Return the slices that this rank saves.
 
     Of equal copies on tensor ranks and pipeline ends the first rank saves all; replicas save a share each.
@@ -196,7 +196,7 @@ def _owned(found: list[PlacedSlice], parameter: Any, mesh: Mesh, *, sharded: boo
         replicas = mesh.copies
     else:
         replicas = mesh.expert_replicas if is_sharded_over_experts(parameter) else mesh.synchronous
-    return [share for placed in found if (share := _share(placed, replicas)).slice.numel > 0]
+    return [share for placed in slices if (share := _share(placed, replicas)).slice.numel > 0]
 
 
 def _share(placed: PlacedSlice, axis: Axis) -> PlacedSlice:

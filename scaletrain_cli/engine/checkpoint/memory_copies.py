@@ -264,19 +264,19 @@ def open_memory_copies(context: RankContext, resume_point: ResumePoint, delay_se
         if ranks.rank == 0:
             report_off(context, Reason("engine.memory-copies-on-one-node", dict(problem.params)))
         transfers, problem = [], lacks_room(alone)
-    found: MemoryCopies | None = None
+    copies: MemoryCopies | None = None
     if problem is None:
         try:
-            found = MemoryCopies(context, resume_point, places, delay_seconds)
+            copies = MemoryCopies(context, resume_point, places, delay_seconds)
         except OSError as error:
             problem = Reason("engine.memory-copies-failed", {"error": str(error)})
         problem = first_problem(problem)
-    if problem is None and found is not None:
+    if problem is None and copies is not None:
         if transfers:
-            found.send_to_partners(transfers)
-        return found
-    if found is not None:
-        found.close()
+            copies.send_to_partners(transfers)
+        return copies
+    if copies is not None:
+        copies.close()
     if places.index(places[ranks.rank]) == ranks.rank:
         drop_copies(folder, before=math.inf)
     if ranks.rank == 0 and problem is not None:

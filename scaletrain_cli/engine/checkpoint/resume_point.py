@@ -129,14 +129,14 @@ def find_latest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, c
             raise UnreadableCheckpointsError(Reason("engine.checkpoint-folder-unreadable", params)) from error
 
     for name in consensus.from_rank_zero(newest_first, UnreadableCheckpointsError):
-        found = _read_manifest(folder / name, ranks, consensus)
-        if isinstance(found, Defect):
-            passed_over.append(f"{name}/{found}")
-            unreadable |= found.kind == "unreadable"
-        elif found.clean or not clean:
-            defects = _verify_together(found, ranks, consensus)
+        manifest = _read_manifest(folder / name, ranks, consensus)
+        if isinstance(manifest, Defect):
+            passed_over.append(f"{name}/{manifest}")
+            unreadable |= manifest.kind == "unreadable"
+        elif manifest.clean or not clean:
+            defects = _verify_together(manifest, ranks, consensus)
             if not defects:
-                return Search(found, passed_over, unreadable)
+                return Search(manifest, passed_over, unreadable)
             passed_over += [f"{name}/{file}: {defect}" for file, defect in defects.items()]
             unreadable |= any(defect.kind == "unreadable" for defect in defects.values())
     return Search(None, passed_over, unreadable)
@@ -161,7 +161,7 @@ def _find_copy(
     places = [place for place, _ in everywhere]
     here = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
     passed_over: list[str] = []
-    for step, attempt in sorted({found for _, copies in everywhere for found in copies}, reverse=True):
+    for step, attempt in sorted({point for _, copies in everywhere for point in copies}, reverse=True):
         held = [copies.get((step, attempt), {}) for _, copies in everywhere]
         stated = {rank: about for each in held for rank, about in each.items()}
         if len(stated) < ranks.world_size:
@@ -218,15 +218,15 @@ def _has_problems(problems: Mapping[str, object], consensus: RankConsensus, step
 
 
 def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkpoint | Defect:
-    found = consensus.from_rank_zero(lambda: read_checkpoint(path))
-    if isinstance(found, Checkpoint):
-        return replace(found, path=path)
-    if found.kind == "unreadable":
+    manifest = consensus.from_rank_zero(lambda: read_checkpoint(path))
+    if isinstance(manifest, Checkpoint):
+        return replace(manifest, path=path)
+    if manifest.kind == "unreadable":
         results = _on_each_node(lambda: read_checkpoint(path), ranks, consensus)
         failing = {node: str(answer) for node, answer in results if _is_unreadable(answer)}
         _raise_for_nodes(path, failing, len(results))
-        (_, found), *_ = results
-    return found
+        (_, manifest), *_ = results
+    return manifest
 
 
 def _verify_together(checkpoint: Checkpoint, ranks: Ranks, consensus: RankConsensus) -> dict[str, Defect]:
@@ -242,14 +242,14 @@ def _verify_together(checkpoint: Checkpoint, ranks: Ranks, consensus: RankConsen
         return defects
     results = _on_each_node(lambda: find_defects(checkpoint, unreadable), ranks, consensus)
     for name in unreadable:
-        failing = {node: str(found[name]) for node, found in results if _is_unreadable(found.get(name))}
+        failing = {node: str(of_node[name]) for node, of_node in results if _is_unreadable(of_node.get(name))}
         _raise_for_nodes(checkpoint.path / name, failing, len(results))
     (_, of_rank_zero), *_ = results
     return of_rank_zero
 
 
-def _is_unreadable(found: object) -> bool:
-    return isinstance(found, Defect) and found.kind == "unreadable"
+def _is_unreadable(answer: object) -> bool:
+    return isinstance(answer, Defect) and answer.kind == "unreadable"
 
 
 def _on_each_node(check: Callable[[], T], ranks: Ranks, consensus: RankConsensus) -> list[tuple[str, T]]:
@@ -290,11 +290,11 @@ def _resume_point(
     # Corrupt folders count too, because a kill or a lost file may have lost the event of the commit.
     from_scratch = any(event["event"] == "from-scratch" for event in read_events(run))
     if checkpoint is None and (has_committed(run) or (passed_over and not from_scratch)):
-        found = "; ".join(search.passed_over[:_MOST_PROBLEMS_SHOWN]) or "the committed checkpoints are missing"
+        problems = "; ".join(search.passed_over[:_MOST_PROBLEMS_SHOWN]) or "the committed checkpoints are missing"
         if len(search.passed_over) > _MOST_PROBLEMS_SHOWN:
-            found += f"; and {len(search.passed_over) - _MOST_PROBLEMS_SHOWN} more problems"
+            problems += f"; and {len(search.passed_over) - _MOST_PROBLEMS_SHOWN} more problems"
         code = "engine.checkpoints-unreadable" if search.unreadable else "engine.no-valid-checkpoint"
-        problem = Reason(code, {"folder": str(folder), "problems": found})
+        problem = Reason(code, {"folder": str(folder), "problems": problems})
     else:
         set_aside_newer(folder, search.step, attempt)
     metrics = read_metrics(run)

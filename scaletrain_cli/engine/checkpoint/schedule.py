@@ -32,13 +32,13 @@ def check_disk_space(
     """
     passing = [c for c in list_checkpoints(folder) if keep_every is None or c.step % keep_every]
     missing = max(1, keep + also_kept + 2 - len(passing))
-    found = os.statvfs(folder)
-    free_bytes, free_files = found.f_bavail * found.f_frsize, found.f_favail
+    file_system = os.statvfs(folder)
+    free_bytes, free_files = file_system.f_bavail * file_system.f_frsize, file_system.f_favail
     files = missing * (ranks + _FILES_BESIDE_SHARDS)
     if free_bytes < missing * checkpoint_bytes:
         params = {"folder": str(folder), "free_bytes": free_bytes, "checkpoint_bytes": checkpoint_bytes}
         raise DiskSpaceError(Reason("engine.disk-too-small", {**params, "checkpoints": missing, "keep": keep}))
-    if found.f_files and free_files < files:  # file systems that allocate inodes dynamically report 0
+    if file_system.f_files and free_files < files:  # file systems that allocate inodes dynamically report 0
         params = {"folder": str(folder), "free_files": free_files, "ranks": ranks, "files": files}
         raise DiskSpaceError(Reason("engine.too-few-inodes", params))
 

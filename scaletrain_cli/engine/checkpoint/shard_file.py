@@ -241,8 +241,8 @@ class ShardFile:
         """Return elements ``start`` to ``stop`` of a tensor. Raises KeyError for an unknown name, and CorruptShardError
         if the file has fewer elements.
         """
-        found = self._index[key]
-        dtype, (first, last) = _TORCH_DTYPES[found["dtype"]], found["data_offsets"]
+        entry = self._index[key]
+        dtype, (first, last) = _TORCH_DTYPES[entry["dtype"]], entry["data_offsets"]
         width = dtype.itemsize
         count = (last - first) // width
         stop = count if stop is None else stop
@@ -312,7 +312,7 @@ class StateReader:
 
     def read(self, kind: str, part: Slice) -> Tensor:
         """Return the values of a slice, flat. Raises ScaletrainError if the files do not have all of it."""
-        key, found, values = f"{kind}/{part.name}", 0, torch.zeros(part.numel)
+        key, count, values = f"{kind}/{part.name}", 0, torch.zeros(part.numel)
         for file, saved in self._sources(key, part):
             shared = list(overlaps(saved, part))
             if not shared:
@@ -322,9 +322,9 @@ class StateReader:
             stored = file.read(key, first, last)
             for there, here, length in shared:
                 values[here : here + length] = stored[there - first : there - first + length]
-                found += length
-        if found != part.numel:
-            params = {"checkpoint": self._folder.name, "found": found, "needed": part.numel, "key": key}
+                count += length
+        if count != part.numel:
+            params = {"checkpoint": self._folder.name, "found": count, "needed": part.numel, "key": key}
             raise ScaletrainError(Reason("engine.checkpoint-incomplete", params))
         return values
 

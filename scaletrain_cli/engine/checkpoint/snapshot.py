@@ -31,10 +31,10 @@ _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def counters(engine: Any) -> dict[str, dict[str, float]]:
     """Return the counters, the same on every rank and in every layout. ``loss_scaler`` is empty without fp16."""
-    found = {"engine": {name: getattr(engine, name) for name in _ENGINE}, "loss_scaler": {}}
+    counts = {"engine": {name: getattr(engine, name) for name in _ENGINE}, "loss_scaler": {}}
     if engine.fp16_enabled():
-        found["loss_scaler"] = {name: getattr(engine.optimizer.loss_scaler, name) for name in _LOSS_SCALER}
-    return found
+        counts["loss_scaler"] = {name: getattr(engine.optimizer.loss_scaler, name) for name in _LOSS_SCALER}
+    return counts
 
 
 def set_counters(engine: Any, saved: dict[str, dict[str, float]]) -> None:
@@ -155,11 +155,11 @@ class Snapshot:
                 yield Entry(f"{kind}/{part.name}", buffer[offset - first : offset - first + part.numel])
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
-        found = self._buffers.get(name)
-        if found is None or found.numel() != like.numel():
-            found = torch.zeros(like.numel(), dtype=like.dtype, pin_memory=self._pinned)  # zeros touches the pages
-            self._buffers[name] = found
-        return found
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() != like.numel():
+            buffer = torch.zeros(like.numel(), dtype=like.dtype, pin_memory=self._pinned)  # zeros touches the pages
+            self._buffers[name] = buffer
+        return buffer
 
 
 @torch.no_grad()
@@ -189,8 +189,8 @@ def restore_state(
             if first is not None and reader.has(WEIGHT + mark, first):
                 weight.view(-1).copy_(_whole(shard, WEIGHT + mark, reader))
             own = states.optimizer_states(weight)
-            found = (kind.partition("@") for kind in reader.kinds - {OUTER, OUTER_MOMENTUM})
-            kinds = sorted({kind for kind, at, group in found if at + group == mark} - {WEIGHT, AVERAGE})
+            parts = (kind.partition("@") for kind in reader.kinds - {OUTER, OUTER_MOMENTUM})
+            kinds = sorted({kind for kind, at, group in parts if at + group == mark} - {WEIGHT, AVERAGE})
             kinds = [kind for kind in kinds if first is None or reader.has(kind + mark, first)]
             if not kinds and not opaque:
                 own.clear()  # not updated yet, or an optimizer without states

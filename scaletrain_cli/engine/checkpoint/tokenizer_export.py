@@ -76,7 +76,7 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
     source = next((path for path in same if any((path.parent / name).is_file() for name in _STATE_TOKENS)), None)
     files = {} if source is None else _tokenizer_files(source.parent, class_name)
     files["tokenizer.json"] = _unless_changed(source, tokenizer, class_name)
-    generation = next((found for folder in origins if (found := _object(folder / _GENERATION))), None)
+    generation = next((document for folder in origins if (document := _object(folder / _GENERATION))), None)
     ids = _stated_ids(origins)
     if all(number is None for number in ids.values()):
         generation = ids = _ids_of_tokens(source, vocabulary)
@@ -137,11 +137,11 @@ def image_files(spec: RunSpec, text: Mapping[str, bytes]) -> dict[str, bytes]:
     words = {number: word for word, number in _vocabulary(text.get("tokenizer.json", b"")).items()}
     if (word := words.get(model.image_token_index)) is not None:
         tokens["image_token"] = word
-    found = {"preprocessor_config.json": json_file(config), "processor_config.json": json_file(tokens)}
+    files = {"preprocessor_config.json": json_file(config), "processor_config.json": json_file(tokens)}
     template = _parsed(text.get("tokenizer_config.json", b"{}")).get("chat_template")
     if isinstance(template, str) and not {"chat_template.jinja", "chat_template.json"} & text.keys():
-        found["chat_template.jinja"] = template.encode()
-    return found
+        files["chat_template.jinja"] = template.encode()
+    return files
 
 
 _COLORS = 3
@@ -252,8 +252,8 @@ def _class_names(spec: RunSpec, runs_root: Path, run: RunDir | None) -> Sequence
 
 def _dataset_tokenizer(spec: RunSpec, runs_root: Path, run: RunDir | None) -> Path | None:
     with contextlib.suppress(ScaletrainError, OSError):  # the data are not on this machine
-        if (found := tokenizer_path(spec, runs_root, run)) is not None:
-            return found
+        if (tokenizer := tokenizer_path(spec, runs_root, run)) is not None:
+            return tokenizer
     path = spec.data.tokenizer.path
     return None if path is None or spec.data.tokenizer.kind != "file" else expand_home(path)
 
@@ -287,10 +287,10 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        document = json.loads(content)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def json_file(data: Mapping[str, Any]) -> bytes:

@@ -327,8 +327,8 @@ class BatchReader:
         if sequences.pairs:
             samples = torch.cat([2 * samples, 2 * samples + 1], dim=1)
             if self.reference is not None:
-                found = torch.from_numpy(self.reference)[numbers]  # [micro-batches, pairs, 2]
-                reference = found.transpose(1, 2).flatten(1)
+                of_pairs = torch.from_numpy(self.reference)[numbers]  # [micro-batches, pairs, 2]
+                reference = of_pairs.transpose(1, 2).flatten(1)
         images, counts = None, None
         if sequences.images is not None and self.pixels is not None:
             each = [rows.images for rows in read if rows.images is not None]
@@ -384,8 +384,8 @@ def _documents(ends: list[npt.NDArray[np.int64]], length: int) -> tuple[npt.NDAr
     ``ends``: positions of the last tokens of documents in each sequence. Documents are counted from 0 in each.
     """
     documents, starts = np.zeros((2, len(ends), length), np.int64)
-    for row, found in enumerate(ends):
-        firsts = found[found < length - 1] + 1
+    for row, row_ends in enumerate(ends):
+        firsts = row_ends[row_ends < length - 1] + 1
         documents[row, firsts] = 1
         starts[row, firsts] = firsts
     return documents.cumsum(1), np.arange(length) - np.maximum.accumulate(starts, axis=1)

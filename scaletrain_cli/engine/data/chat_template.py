@@ -88,13 +88,13 @@ class ChatTemplate:
         Messages reach the template in the forms that it takes: contents as text or as parts, null or empty, arguments
         of calls as objects or as JSON text. Raises RowError.
         """
-        found = self._rendered([self._adapted(message) for message in messages], tools, variables, prompt=prompt)
+        rendered = self._rendered([self._adapted(message) for message in messages], tools, variables, prompt=prompt)
         if prompt or not self._constant_prompt:
-            return found
-        if not found.text.endswith(self._constant_prompt):
+            return rendered
+        if not rendered.text.endswith(self._constant_prompt):
             text = self._constant_prompt
             raise RowError("template-failed", error=f"other conversations end with {text!r}, and this one does not")
-        return found._replace(text=found.text.removesuffix(self._constant_prompt))
+        return rendered._replace(text=rendered.text.removesuffix(self._constant_prompt))
 
     def _rendered(
         self, messages: list[Message], tools: list[Any] | None, variables: Mapping[str, Any], *, prompt: bool = False
@@ -151,12 +151,12 @@ class ChatTemplate:
             "system": [{"role": "system", "content": parts}, user, assistant],
             "tool": [user, _probe_call(None, {}), {"role": "tool", "content": parts}],
         }
-        found = set()
+        roles = set()
         for role, messages in conversations.items():
             text = self._probed(messages)
             if text.count(_PROBE) == 2 * sum(each["content"] == parts for each in messages) and "'type'" not in text:
-                found |= {role, ASSISTANT} if role == "user" else {role}
-        return frozenset(found) if "user" in found else frozenset()
+                roles |= {role, ASSISTANT} if role == "user" else {role}
+        return frozenset(roles) if "user" in roles else frozenset()
 
     @cached_property
     def _takes_text(self) -> bool:
@@ -233,8 +233,8 @@ class ChatTemplate:
         """
         text = {"type": "text", "text": _PROBE}
         messages = [{"role": "user", "content": [{"type": "image"}, text]}, {"role": ASSISTANT, "content": [text]}]
-        found = self._probed(messages)
-        return found.count(image_token) == 1 and found.count(_PROBE) == 2 and "'type'" not in found
+        rendered = self._probed(messages)
+        return rendered.count(image_token) == 1 and rendered.count(_PROBE) == 2 and "'type'" not in rendered
 
     # ---- the turns of the assistant ----------------------------------------------------------------------------------
 
@@ -324,12 +324,12 @@ class ChatTemplate:
         if len(marked) != len(turns):  # the words in a block tell its turn
             words = in_words(messages, tools)
             text, in_text = self.render(words.messages, words.tools, variables)
-            found = [{part.number for word, part in words.parts.items() if word in text[a:b]} for a, b in in_text]
-            if len(found) != len(marked) or any(len(numbers) > 1 for numbers in found):
+            by_block = [{part.number for word, part in words.parts.items() if word in text[a:b]} for a, b in in_text]
+            if len(by_block) != len(marked) or any(len(numbers) > 1 for numbers in by_block):
                 raise RowError("template-marks-differ", found=len(marked))
             # A block that holds no part of a message, such as the end token alone, belongs to the previous turn.
             of_blocks = []
-            for numbers in found:
+            for numbers in by_block:
                 of_blocks.append(min(numbers, default=of_blocks[-1] if of_blocks else turns[0]))
         spans: dict[int, list[Span]] = {}
         for number, block in zip(of_blocks, marked, strict=True):
@@ -417,15 +417,15 @@ def with_image_parts(messages: Sequence[Message]) -> list[Message]:
 
 def with_image_token(messages: Sequence[Message], token: str) -> list[Message]:
     """Return messages whose contents are text with ``token`` in the places of images; parts become lines."""
-    found = []
+    text_messages = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, str):
             content = content.replace(IMAGE_MARK, token)
         elif isinstance(content, list):
             content = "\n".join(token if is_image_part(part) else part["text"] for part in content)
-        found.append({**message, "content": content})
-    return found
+        text_messages.append({**message, "content": content})
+    return text_messages
 
 
 def _parts(content: str | list[Any] | None) -> list[dict[str, str]]:

@@ -72,8 +72,8 @@ class ImageTokens(NamedTuple):
 def first_copies(ids: npt.NDArray[np.int64], image: int, copies: int) -> npt.NDArray[np.bool_]:
     """Return True for each token but the 2nd and later ones of an image, which has ``copies`` tokens ``image``."""
     places = ids == image
-    found: npt.NDArray[np.bool_] = ~places | ((np.cumsum(places) - 1) % copies == 0)
-    return found
+    mask: npt.NDArray[np.bool_] = ~places | ((np.cumsum(places) - 1) % copies == 0)
+    return mask
 
 
 def image_tokens(tokenizer: Any, spec: LlavaSpec) -> ImageTokens:
@@ -146,13 +146,13 @@ class ChatTokenizer:
         encodings = self._tokenizer.encode_batch([each.text for each in usable], add_special_tokens=False)
         of_prompts = self._tokenizer.encode_batch([each.prompt or "" for each in usable], add_special_tokens=False)
         encoded = map(self._weighted, usable, encodings, of_prompts)
-        found: list[list[Encoded] | RowError] = []
+        by_example: list[list[Encoded] | RowError] = []
         for each, (_, weight) in zip(texts, examples, strict=True):
             documents = [next(encoded) if isinstance(one, _Text) else one for one in each]
             failed = next((one for one in documents if isinstance(one, RowError)), None)
             whole = [one for one in documents if isinstance(one, Encoded)]
-            found.append(failed or [one._replace(weights=one.weights * np.float32(weight)) for one in whole])
-        return found
+            by_example.append(failed or [one._replace(weights=one.weights * np.float32(weight)) for one in whole])
+        return by_example
 
     def _texts(self, example: Example) -> list[_Text]:
         if isinstance(example, Pair):
@@ -178,14 +178,14 @@ class ChatTokenizer:
             return self._checked(self._whole(template, conversation), template, conversation)
         text, spans, stops = template.assistant_spans(conversation, last_only=self._loss_on == "last_assistant")
         if self._loss_on == "all":  # what is between the spans has weight 1
-            found, place = [], 0
+            all_spans, place = [], 0
             for span in [*sorted(spans), None]:
                 start = len(text) if span is None else span.start
-                found += [Span(place, start, 1.0)] if place < start else []
+                all_spans += [Span(place, start, 1.0)] if place < start else []
                 if span is not None:
-                    found.append(span)
+                    all_spans.append(span)
                     place = span.stop
-            spans = found
+            spans = all_spans
         return self._checked(_Text(text, special=False, spans=spans, stops=stops), template, conversation)
 
     def _whole(self, template: ChatTemplate, conversation: Conversation) -> _Text:
@@ -274,8 +274,8 @@ class ChatTokenizer:
         assert self.images is not None
         ids, weights = document.ids, document.weights
         places = ids == self.images.id
-        if (found := int(places.sum())) != images:
-            return RowError("image-tokens", found=found, images=images)
+        if (count := int(places.sum())) != images:
+            return RowError("image-tokens", found=count, images=images)
         weights[places] = 0
         copies = np.where(places, self.images.copies, 1)
         return document._replace(ids=np.repeat(ids, copies), weights=np.repeat(weights, copies))

@@ -112,10 +112,10 @@ class SourceSequences(TextSequences):
 
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
         starts = [(self.first + index) * self.seq_len for index in indices]
-        found = np.empty((len(indices), self.seq_len + 1), np.int64)
-        for row, start in zip(found, starts, strict=True):
+        rows = np.empty((len(indices), self.seq_len + 1), np.int64)
+        for row, start in zip(rows, starts, strict=True):
             row[:] = self.split.tokens.read(start, start + self.seq_len + 1)
-        return found
+        return rows
 
     def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
         start, stop = ((self.first + index) * self.seq_len for index in (first, last))

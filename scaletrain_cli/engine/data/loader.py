@@ -16,17 +16,17 @@ Batch = TypeVar("Batch")
 
 def map_tensors(value: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """Return a batch with each tensor in it changed: a tensor, or tuples, lists and dictionaries of tensors."""
-    found: Any = value
+    batch: Any = value
     if isinstance(value, Tensor):
-        found = change(value)
+        batch = change(value)
     elif isinstance(value, tuple):
         parts = [map_tensors(part, change) for part in value]
-        found = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        batch = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     elif isinstance(value, list):
-        found = [map_tensors(part, change) for part in value]
+        batch = [map_tensors(part, change) for part in value]
     elif isinstance(value, dict):
-        found = {name: map_tensors(part, change) for name, part in value.items()}
-    return cast(Batch, found)
+        batch = {name: map_tensors(part, change) for name, part in value.items()}
+    return cast(Batch, batch)
 
 
 class _Arrival(NamedTuple):

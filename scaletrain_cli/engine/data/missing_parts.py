@@ -38,31 +38,31 @@ def in_words(messages: Sequence[Message], tools: Sequence[Any] | None) -> Words:
         parts[name := f"zq{len(parts):05d}qz"] = Part(kind, number, str(text))
         return name
 
-    found = [_message(message, number, word) for number, message in enumerate(messages)]
-    return Words(found, None if tools is None else [_tool(tool, word) for tool in tools], parts)
+    copies = [_message(message, number, word) for number, message in enumerate(messages)]
+    return Words(copies, None if tools is None else [_tool(tool, word) for tool in tools], parts)
 
 
 _Word = Callable[[str, int, object], str]
 
 
 def _message(message: Message, number: int, word: _Word) -> Message:
-    found = dict(message)
+    copy = dict(message)
     content = message.get("content")
     if isinstance(content, str):
-        found["content"] = _content(content, number, word)
+        copy["content"] = _content(content, number, word)
     elif isinstance(content, list):
-        found["content"] = [
+        copy["content"] = [
             {**part, "text": _content(part["text"], number, word)} if isinstance(part.get("text"), str) else part
             for part in content
         ]
     texts = {message[name] for name in REASONING if isinstance(message.get(name), str) and message[name].strip()}
     words = {text: word("reasoning", number, text) for text in sorted(texts)}
-    found |= {name: words[message[name]] for name in REASONING if message.get(name) in words}
+    copy |= {name: words[message[name]] for name in REASONING if message.get(name) in words}
     if isinstance(message.get("refusal"), str) and message["refusal"].strip():
-        found["refusal"] = word("refusal", number, message["refusal"])
+        copy["refusal"] = word("refusal", number, message["refusal"])
     if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call, number, word) for call in message["tool_calls"]]
-    return found
+        copy["tool_calls"] = [_call(call, number, word) for call in message["tool_calls"]]
+    return copy
 
 
 def _content(text: str, number: int, word: _Word) -> str:
@@ -102,11 +102,11 @@ def _tool(tool: Any, word: _Word) -> Any:
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     if isinstance(parameters, dict) and isinstance(properties, dict):
-        found = {}
+        schemas = {}
         for name, schema in properties.items():
             about = schema.get("description") if isinstance(schema, dict) else None
             if isinstance(about, str) and about.strip():
                 schema = {**schema, "description": word("descriptions of parameters", 0, about)}
-            found[word("tool", 0, name)] = schema
-        function["parameters"] = {**parameters, "properties": found, "required": []}
+            schemas[word("tool", 0, name)] = schema
+        function["parameters"] = {**parameters, "properties": schemas, "required": []}
     return {**tool, "function": function} if "function" in tool else function

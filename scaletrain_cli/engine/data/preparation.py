@@ -63,12 +63,12 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     try:
         if options.failure is not None and (failed := read_failure(options.failure)) is not None:
             raise failed
-        found = _prepared(spec, options.runs_root, options.workers, options.failure, run)
-        entries = entries_of(spec, options.runs_root, found)
+        folders = _prepared(spec, options.runs_root, options.workers, options.failure, run)
+        entries = entries_of(spec, options.runs_root, folders)
         if options.failure is not None:
             record_datasets(options.failure.with_name(NAME), entries)
         if options.done is not None:
-            write_document(options.done, {"folders": [str(folder) for folder in found.values()]})
+            write_document(options.done, {"folders": [str(folder) for folder in folders.values()]})
     except Exception as error:
         if options.failure is not None:
             record_failure(options.failure, known_error(error, "data prepare"), "preparation")
@@ -78,7 +78,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     if options.done is not None and not options.keep_secrets:
         _remove(options.secrets)
     print(f"data prepared in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-    return {"prepared": True, "folders": [str(folder) for folder in found.values()], "datasets": entries}
+    return {"prepared": True, "folders": [str(folder) for folder in folders.values()], "datasets": entries}
 
 
 def _remove(secrets: Path | None) -> None:
@@ -111,9 +111,9 @@ def _checked(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[
     """
     from scaletrain_cli.engine.data.row_dataset import find_datasets
 
-    found = find_datasets(spec, runs_root, known)
-    entries: list[Entry] = entries_of(spec, runs_root, known if found is None else found)
-    if found is not None:
+    datasets = find_datasets(spec, runs_root, known)
+    entries: list[Entry] = entries_of(spec, runs_root, known if datasets is None else datasets)
+    if datasets is not None:
         return {"prepared": True, "seconds": 0.0, "datasets": entries}
     if is_of_images(spec):
         seconds = source_bytes(spec, known) / _IMAGE_BYTES_PER_SECOND
@@ -136,23 +136,23 @@ def bytes_of_named_images(data: DataSpec) -> int:
         rows = list(islice(rows_of(data, "sft", images=True)[1], _ROWS_LOOKED_AT))
         files = find_files(data.only_source, kinds=ROW_FORMATS).files
         paths = {image.path for row in rows for image in row.images if image.path is not None}
-        found = sum(path.stat().st_size for path in paths)
+        image_bytes = sum(path.stat().st_size for path in paths)
         whole = sum(path.stat().st_size for path in files)
     except (ScaletrainError, OSError):
         return 0
     seen = sum(len(row.key) for row in rows)
-    return round(found * max(1.0, whole / seen)) if len(rows) == _ROWS_LOOKED_AT else found
+    return round(image_bytes * max(1.0, whole / seen)) if len(rows) == _ROWS_LOOKED_AT else image_bytes
 
 
 def _bytes(spec: RunSpec, known: Collection[str]) -> list[int]:
     """Return the sizes of the files of all sources that are not ``known`` by name."""
-    found = []
+    sizes = []
     for section, (key, _) in zip(spec.data.all_sources, spec.data.paths(), strict=True):
         if section.name in known or section.path in EMBEDDED or is_dataset(section.path, key):
             continue
         try:
-            found += [file.size for file in source_files(section, Path(), key)]
+            sizes += [file.size for file in source_files(section, Path(), key)]
         except ScaletrainError:
             if spec.training.objective == "causal_lm":
                 raise
-    return found
+    return sizes

@@ -39,8 +39,8 @@ def tokenizer_path(spec: RunSpec, runs_root: Path, run: RunDir | None = None) ->
         return next(iter(known.values())) / "tokenizer.json"
     if spec.training.objective != "causal_lm":
         return rows_folder(next(iter(spec.of_sources().values())), runs_root) / "tokenizer.json"
-    found = find_prepared(spec.data, runs_root)
-    return None if found is None else next(iter(found.values())) / "tokenizer.json"
+    folders = find_prepared(spec.data, runs_root)
+    return None if folders is None else next(iter(folders.values())) / "tokenizer.json"
 
 
 def prepare_rows(spec: RunSpec, runs_root: Path) -> Path:
@@ -77,12 +77,12 @@ def open_data_of(
             raise _made_for_another(folder, "text", objective)
         return open_source_dataset(folder, seq_len, rank, ranks, block_cache(spec.data.cache))
     if document.get("objective") != objective:
-        found = "preference pairs" if document.get("objective") == "dpo" else "rows for sft"
-        raise _made_for_another(folder, found, objective)
+        prepared = "preference pairs" if document.get("objective") == "dpo" else "rows for sft"
+        raise _made_for_another(folder, prepared, objective)
     sources = [expand_home(path) for _, path in spec.data.paths()]
     if not begun and folder in sources:  # otherwise the folder is named after the settings
-        for key, value, found in spec.data.differences(document, Path()):
-            if found:
+        for key, value, prepared in spec.data.differences(document, Path()):
+            if prepared:
                 params = {"folder": str(folder), "key": key, "value": value}
                 raise UsageError(Reason("data.prepared-without-setting", params))
     opened = open_rows(folder, document, seq_len, rank, ranks)
@@ -95,8 +95,8 @@ def open_data_of(
     return opened
 
 
-def _made_for_another(folder: Path, found: str, objective: str) -> UsageError:
-    params = {"folder": str(folder), "found": found, "objective": objective}
+def _made_for_another(folder: Path, prepared: str, objective: str) -> UsageError:
+    params = {"folder": str(folder), "found": prepared, "objective": objective}
     return UsageError(Reason("data.prepared-for-other-objective", params))
 
 
@@ -141,7 +141,7 @@ def _prepared(name: str, spec: RunSpec, runs_root: Path) -> dict[str, Any]:
         print(f"{info.replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD", file=sys.stderr)
     for note in left_out(info):
         print(note, file=sys.stderr)
-    found = {
+    summary = {
         "name": name,
         "path": str(folder),
         "documents": info.documents,
@@ -157,4 +157,4 @@ def _prepared(name: str, spec: RunSpec, runs_root: Path) -> dict[str, Any]:
         "rows": {name: getattr(info, f"rows_{name}") for name in ROWS},
         "lost": json.loads(info.lost),
     }
-    return found | ({"images": images_in_rows(asdict(info))} if info.tokens_per_image else {})
+    return summary | ({"images": images_in_rows(asdict(info))} if info.tokens_per_image else {})

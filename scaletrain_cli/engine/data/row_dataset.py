@@ -125,8 +125,8 @@ def find_datasets(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> 
     """
     if spec.training.objective == "causal_lm" or is_of_images(spec):
         return find_run_datasets(spec, runs_root, known)
-    found = {name: known.get(name) or rows_folder(alone, runs_root) for name, alone in spec.of_sources().items()}
-    return found if all(map(is_readable, found.values())) else None
+    folders = {name: known.get(name) or rows_folder(alone, runs_root) for name, alone in spec.of_sources().items()}
+    return folders if all(map(is_readable, folders.values())) else None
 
 
 def template_hash(files: TemplateFiles) -> str:

@@ -52,19 +52,19 @@ def docstring_rows(*, pairs: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     because a reference model reads all of them before training.
     """
     before: _Documented | None = None
-    for where, found in _documented()[:: _NAMES_PER_PAIR if pairs else 1]:
-        asked = {"role": "user", "content": f"What does the {found.kind} `{found.name}` do?"}
-        answer = {"role": "assistant", "content": found.summary}
+    for where, symbol in _documented()[:: _NAMES_PER_PAIR if pairs else 1]:
+        asked = {"role": "user", "content": f"What does the {symbol.kind} `{symbol.name}` do?"}
+        answer = {"role": "assistant", "content": symbol.summary}
         if not pairs:
             messages = [asked, answer]
-            if found.signature:
+            if symbol.signature:
                 messages.append({"role": "user", "content": "How is it called?"})
-                messages.append({"role": "assistant", "content": f"`{found.signature}`"})
+                messages.append({"role": "assistant", "content": f"`{symbol.signature}`"})
             yield where, {"messages": messages}
-        elif before is not None and before.summary != found.summary:
+        elif before is not None and before.summary != symbol.summary:
             rejected = {"role": "assistant", "content": before.summary}
             yield where, {"prompt": [asked], "chosen": [answer], "rejected": [rejected]}
-        before = found
+        before = symbol
 
 
 @lru_cache(maxsize=1)  # a tokenizer is trained on the rows before they are encoded
@@ -206,11 +206,11 @@ def rows_content(source: str, runs_root: Path, *, validation: bool = False) -> s
 
 def _images(raw: RawRow, data: DataSpec) -> tuple[RowImage, ...]:
     folder = raw.file.parent if data.images.folder is None else expand_home(data.images.folder)
-    found = []
+    images = []
     for number, (name, content) in enumerate(images_of(raw.content, data.fields), start=1):
         path = folder / expand_home(name) if content is None else None
-        found.append(RowImage(str(path or f"{raw.where}, image {number}"), path, content))
-    return tuple(found)
+        images.append(RowImage(str(path or f"{raw.where}, image {number}"), path, content))
+    return tuple(images)
 
 
 def _digest(value: object) -> str:

@@ -56,8 +56,8 @@ def pack(lengths: Sequence[int], capacity: int, *, split: bool) -> list[list[Pie
     ]
     if not split and any(piece.start for piece in pieces):
         raise ValueError(f"a document is longer than {capacity} tokens")
-    found = best_fit([piece.stop - piece.start for piece in pieces], capacity)
-    return sorted([[pieces[number] for number in row] for row in found], key=min)
+    rows = best_fit([piece.stop - piece.start for piece in pieces], capacity)
+    return sorted([[pieces[number] for number in row] for row in rows], key=min)
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -212,10 +212,10 @@ class _Spool:
 
     def read(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
         """Return tokens and weights of all documents, memory-mapped, after the files were closed."""
-        found = []
+        arrays = []
         for path, dtype in zip(self._paths, (self._dtype, "float32"), strict=True):
-            found.append(np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype))
-        return found[0], found[1]
+            arrays.append(np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype))
+        return arrays[0], arrays[1]
 
     def remove(self) -> None:
         """Remove the files, which nothing may have mapped: NFS would keep them under other names."""

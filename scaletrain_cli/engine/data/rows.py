@@ -55,11 +55,11 @@ class RowImages:
         """Return an image by its number. Raises CorruptDataError if its bytes have changed since they were written."""
         starts = self.ends[number - 1] if number else (0, 0)
         stops = self.ends[number]
-        found = []
+        parts = []
         for values, file, start, stop in zip((self.contents, self.places), self.files, starts, stops, strict=False):
             file.check(int(start), int(stop))
-            found.append(values[int(start) : int(stop)].tobytes())
-        return StoredImage(found[0], found[1].decode("utf-8", "replace"))
+            parts.append(values[int(start) : int(stop)].tobytes())
+        return StoredImage(parts[0], parts[1].decode("utf-8", "replace"))
 
 
 class ImageWriter:

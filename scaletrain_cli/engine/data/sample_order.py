@@ -46,14 +46,14 @@ def permute(index: int, *, size: int, key: int) -> int:
 
 def samples_at(first: int, count: int, *, seed: int, samples: int) -> npt.NDArray[np.int64]:
     """Return the samples at ``count`` positions from ``first`` on; see sample_at()."""
-    found, position = [np.empty(0, np.int64)], first
+    parts, position = [np.empty(0, np.int64)], first
     while position < first + count:
         epoch, index = divmod(position, samples)
         stop = min(index + first + count - position, samples)
         key = _epoch_key(seed, epoch)
-        found.append(_permuted(np.arange(index, stop, dtype=np.uint64), size=samples, key=key))
+        parts.append(_permuted(np.arange(index, stop, dtype=np.uint64), size=samples, key=key))
         position += stop - index
-    return np.concatenate(found)
+    return np.concatenate(parts)
 
 
 def _permuted(indices: npt.NDArray[np.uint64], *, size: int, key: int) -> npt.NDArray[np.int64]:
@@ -61,10 +61,10 @@ def _permuted(indices: npt.NDArray[np.uint64], *, size: int, key: int) -> npt.ND
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     keys = [np.uint64(each) for each in _turn_keys(key)]
-    found: npt.NDArray[np.uint64] = indices.copy()
-    waiting = np.arange(len(found))
+    values: npt.NDArray[np.uint64] = indices.copy()
+    waiting = np.arange(len(values))
     while len(waiting):
-        left, right = found[waiting] >> half, found[waiting] & mask
+        left, right = values[waiting] >> half, values[waiting] & mask
         for turn_key in keys:
             # The finalizer of each value, see _mix_bits(); products of arrays are modulo 2^64.
             mixed: npt.NDArray[np.uint64] = (right ^ turn_key) + np.uint64(0x9E3779B97F4A7C15)
@@ -72,9 +72,9 @@ def _permuted(indices: npt.NDArray[np.uint64], *, size: int, key: int) -> npt.ND
             mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             mixed ^= mixed >> np.uint64(31)
             left, right = right, left ^ (mixed & mask)
-        found[waiting] = (left << half) | right
-        waiting = waiting[found[waiting] >= size]
-    images: npt.NDArray[np.int64] = found.astype(np.int64)
+        values[waiting] = (left << half) | right
+        waiting = waiting[values[waiting] >= size]
+    images: npt.NDArray[np.int64] = values.astype(np.int64)
     return images
 
 

@@ -94,13 +94,13 @@ def _images(
     layout = make_plan(spec).layout if run is None else read_record(run).plan.layout
     data = opened_data(spec, layout, run, datasets_of(spec, Path(root), run))
     samples = getattr(data, split)
-    found = list(ShownImages(spec, layout, data).of_split(split, int(first), int(count)))
+    pictures = list(ShownImages(spec, layout, data).of_split(split, int(first), int(count)))
     if png:
-        write_sheet([picture for _, picture in found], Path(png))
+        write_sheet([picture for _, picture in pictures], Path(png))
     return {
         "split": split,
         "images": {name: len(each) for name, each in samples.items()},
-        "samples": [about for about, _ in found],
+        "samples": [about for about, _ in pictures],
         "png": png or None,
     }
 

@@ -100,23 +100,23 @@ class RunData:
     @property
     def samples(self) -> Samples:
         """The training samples of all sources, one after another."""
-        found = tuple(self.train.values())
-        if texts := tuple(each for each in found if isinstance(each, TextSequences)):
+        sources = tuple(self.train.values())
+        if texts := tuple(each for each in sources if isinstance(each, TextSequences)):
             return JoinedSequences(texts) if len(texts) > 1 else texts[0]
-        if rows := [each for each in found if isinstance(each, RowSequences)]:
+        if rows := [each for each in sources if isinstance(each, RowSequences)]:
             return JoinedRows.of(rows) if len(rows) > 1 else rows[0]
         from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages  # which needs Pillow
 
-        return JoinedImages(tuple(each for each in found if isinstance(each, ImageSamples)))
+        return JoinedImages(tuple(each for each in sources if isinstance(each, ImageSamples)))
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return what a checkpoint states about the data that it was trained on."""
-        found: dict[str, Any] = {"dataset": self.dataset.fingerprint, "dataset_seal": self.dataset.seal}
+        entries: dict[str, Any] = {"dataset": self.dataset.fingerprint, "dataset_seal": self.dataset.seal}
         if len(self.infos) > 1:
-            found["sources"] = {name: info.fingerprint for name, info in self.infos.items()}
+            entries["sources"] = {name: info.fingerprint for name, info in self.infos.items()}
         if self.caption_tokenizer is not None:
-            found["caption_tokenizer"] = self.caption_tokenizer
-        return found
+            entries["caption_tokenizer"] = self.caption_tokenizer
+        return entries
 
     def require_same(self, checkpoint: str, saved: Mapping[str, Any], trained: Collection[str]) -> None:
         """Raise UsageError if a source of the checkpoint is not here, or is another dataset. Others may be new.
@@ -209,8 +209,8 @@ def open_splits(
                 raise UsageError(Reason("engine.vocabulary-too-large", params))
         _require_one_tokenizer(folders)
         opened = texts
-    train: dict[str, Samples] = {name: found for name, (_, found, _) in opened.items()}
-    validation: dict[str, Samples] = {name: found for name, (_, _, found) in opened.items()}
+    train: dict[str, Samples] = {name: split for name, (_, split, _) in opened.items()}
+    validation: dict[str, Samples] = {name: split for name, (_, _, split) in opened.items()}
     for name in opened if spec.evaluation.every else ():
         size = len(train[name])
         count = held_back(name if len(opened) > 1 else None, size, len(validation[name]))
@@ -258,7 +258,7 @@ def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
     root, file = run.path.parent, datasets_file(run)
     known, gone = recorded_folders(spec, root, read_entries(file))
     try:
-        if (found := find_datasets(spec, root, known)) is None:
+        if (folders := find_datasets(spec, root, known)) is None:
             paths = ", ".join(path for _, path in spec.data_paths())
             raise UsageError(Reason("data.run-not-prepared", {"paths": paths, "folder": str(root), "run": run.run_id}))
     except UsageError as error:
@@ -267,15 +267,15 @@ def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
             error.explain(Reason("data.dataset-gone", params))
         raise
     with contextlib.suppress(OSError):  # a later attempt then looks the data up, as this one has
-        record_datasets(file, entries_of(spec, root, found))
-    return found
+        record_datasets(file, entries_of(spec, root, folders))
+    return folders
 
 
 def _require_one_tokenizer(folders: Mapping[str, Path]) -> None:
     """Raise UsageError if two sources were prepared with different tokenizers."""
-    found = {name: _tokenizer_of(folder) for name, folder in folders.items()} if len(folders) > 1 else {}
-    first, *others = [name for name, digest in found.items() if digest is not None] or [""]
-    if differing := [name for name in others if found[name] != found[first]]:
+    digests = {name: _tokenizer_of(folder) for name, folder in folders.items()} if len(folders) > 1 else {}
+    first, *others = [name for name, digest in digests.items() if digest is not None] or [""]
+    if differing := [name for name in others if digests[name] != digests[first]]:
         raise UsageError(Reason("data.tokenizers-differ", {"first": first, "second": differing[0]}))
 
 
@@ -383,5 +383,5 @@ def sequences_validated(record: RunRecord, there: int, share: float | None, *, w
         if record.spec.training.objective == "dpo":
             return min(-(-wanted // width) * width, there - there % width)
         return min(wanted, there)
-    found = min(wanted, there)
-    return found - found % width or found if whole_rounds else found
+    count = min(wanted, there)
+    return count - count % width or count if whole_rounds else count

@@ -47,11 +47,11 @@ def _of_images(spec: RunSpec, datasets: Mapping[str, Path], mixture: Mapping[str
     tokenizer = load_tokenizer(spec.data.tokenizer.path, spec.data.tokenizer.tokenizer_class)
 
     def count_tokens(captions: Sequence[str]) -> list[int]:
-        found = []
+        lengths = []
         for first in range(0, len(captions), _CAPTIONS):
             encoded = tokenizer.encode_batch(captions[first : first + _CAPTIONS], add_special_tokens=False)
-            found += [len(each.ids) + 2 for each in encoded]  # with start and end
-        return found
+            lengths += [len(each.ids) + 2 for each in encoded]  # with start and end
+        return lengths
 
     return image_report(
         datasets,
@@ -68,9 +68,9 @@ def datasets_of(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> di
     ``run``: which has recorded its datasets. Raises UsageError if one is missing.
     """
     known = {} if run is None else recorded_folders(spec, runs_root, read_entries(datasets_file(run)))[0]
-    if (found := find_datasets(spec, runs_root, known)) is None:
+    if (folders := find_datasets(spec, runs_root, known)) is None:
         raise UsageError(Reason("data.not-prepared", {"root": str(runs_root)}))
-    return {name: folder for name, folder in found.items() if name != ZERO_SHOT}
+    return {name: folder for name, folder in folders.items() if name != ZERO_SHOT}
 
 
 def _mixture(spec: RunSpec, datasets: Mapping[str, Path], run: RunDir | None) -> dict[str, Any]:

@@ -76,10 +76,10 @@ def _shown_images(
 
     shown = ShownImages(spec, layout, data, order_of(spec, layout, run, data))
     meshes = {replica: _mesh(layout, replica, None) for replica in range(layout.data_parallel)}
-    found = list(shown.of_step(number, places, meshes))
+    pictures = list(shown.of_step(number, places, meshes))
     if png:
-        write_sheet([picture for _, picture in found], Path(png))
-    return {"samples": [about for about, _ in found], "png": png or None}
+        write_sheet([picture for _, picture in pictures], Path(png))
+    return {"samples": [about for about, _ in pictures], "png": png or None}
 
 
 class Place(NamedTuple):
@@ -176,11 +176,11 @@ class _Samples:
         from scaletrain_cli.data.images.decode import size_of  # which needs Pillow
 
         assert isinstance(self._sequences, RowSequences)
-        found = []
+        images = []
         for content, place in self._sequences.images_of(row):
             width, height = size_of(content, place)
-            found.append({"place": place, "width": width, "height": height})
-        return found
+            images.append({"place": place, "width": width, "height": height})
+        return images
 
     def _text(self, micro: MicroBatch, row: int, sequence: int, places: list[int]) -> dict[str, Any]:
         """Return one row of a micro-batch. ``places``: the positions of its tokens in the whole sequence."""

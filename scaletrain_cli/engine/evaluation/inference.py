@@ -126,11 +126,11 @@ class SampleAnswers:
         assert batch.images is not None
         of_prompt = batch._replace(images=batch.images[:images]).to(self.device)
         _, _, pixels, _ = objective.prepared(of_prompt).inputs
-        found = self.greedy(engine, tokens, pixels, expected[-1])
+        answer = self.greedy(engine, tokens, pixels, expected[-1])
         assert isinstance(self.reader.sequences, RowSequences)
         names = [image.place for image in self.reader.sequences.images_of(row)[:images]]
         prompt = [token for token in tokens if token != self.spec.image_token_index]
-        texts = {"prompt": prompt, "answer": found, "expected": expected[:-1]}
+        texts = {"prompt": prompt, "answer": answer, "expected": expected[:-1]}
         tokenizer = load_tokenizer(str(self.tokenizer))
         decoded = {name: tokenizer.decode(ids).strip() for name, ids in texts.items()}
         return {"sample": ", ".join(names) or f"row {row + 1}", **decoded}
@@ -149,10 +149,10 @@ class SampleAnswers:
         # padding: any token that is not an image
         row = torch.full((1, longest if self.compiled else length), prompt[-1], device=self.device)
         row[0, : len(prompt)] = torch.tensor(prompt)
-        found: list[int] = []
+        answer: list[int] = []
         positions, samples = torch.arange(row.shape[1], device=self.device), torch.zeros(1, dtype=torch.int64)
-        while len(found) < most:
-            count = len(prompt) + len(found)
+        while len(answer) < most:
+            count = len(prompt) + len(answer)
             context = TokenContext(positions, samples.to(self.device), real=(positions < count).unsqueeze(0))
             token = engine(row, row, pixels, context, output=_likeliest_after(count - 1, image))
             if dist.is_initialized():
@@ -160,10 +160,10 @@ class SampleAnswers:
             number = int(token)
             if number == end:
                 break
-            found.append(number)
+            answer.append(number)
             if count < row.shape[1]:
                 row[0, count] = number
-        return found
+        return answer
 
 
 def _likeliest_after(place: int, image: int) -> Callable[[CausalLM, Tensor], Tensor]:

@@ -52,8 +52,8 @@ class MeanLoss:
         """Add the mean loss of a micro-batch; without samples it is not counted, whatever it is."""
         count = torch.as_tensor(samples, dtype=torch.float64, device=loss.device)
         weighted = torch.where(count > 0, loss.detach().double() * count, torch.zeros_like(count))
-        found = torch.stack([weighted, count])
-        self._sums = found if self._sums is None else self._sums + found
+        sums = torch.stack([weighted, count])
+        self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, axis: Axis) -> float | None:
         """Return the mean over all ranks, and begin again; None if no rank has counted a sample. Collective."""
@@ -84,7 +84,7 @@ def rows_of_all(rows: Tensor, axis: Axis) -> Tensor:
     counts = [torch.zeros_like(own) for _ in range(axis.size)]
     dist.all_gather(counts, own, group=axis.group)
     sizes = [int(count) for count in counts]
-    found: list[list[Tensor]] = [[] for _ in sizes]
+    by_rank: list[list[Tensor]] = [[] for _ in sizes]
     part = max(1, _BYTES_PER_GATHER // (math.prod(rows.shape[1:]) * rows.element_size()))
     for first in range(0, max(sizes), part):
         count = min(part, max(sizes) - first)
@@ -94,8 +94,8 @@ def rows_of_all(rows: Tensor, axis: Axis) -> Tensor:
         received = [torch.empty_like(sent) for _ in sizes]
         dist.all_gather(received, sent, group=axis.group)
         for rank, (size, values) in enumerate(zip(sizes, received, strict=True)):
-            found[rank].append(values[: max(0, size - first)].cpu())
-    return torch.cat([values for of_rank in found for values in of_rank])
+            by_rank[rank].append(values[: max(0, size - first)].cpu())
+    return torch.cat([values for of_rank in by_rank for values in of_rank])
 
 
 def in_sample_order(samples: Tensor) -> Tensor:
@@ -228,12 +228,12 @@ class MeanAveragePrecision(Measures):
         samples = int(sum_over(torch.tensor([len(scores)]), axis))
         if samples == 0:
             return None
-        found, positives = [], []
+        precisions, positives = [], []
         for part in slices_of(self._classes, max(1, _SCORES_AT_A_TIME // samples)):
             whole = rows_of_all(labels[:, part].contiguous(), axis)
-            found.append(average_precision(rows_of_all(scores[:, part].contiguous(), axis), whole))
+            precisions.append(average_precision(rows_of_all(scores[:, part].contiguous(), axis), whole))
             positives.append(whole.sum(0))
-        values, counts = torch.cat(found), torch.cat(positives).tolist()
+        values, counts = torch.cat(precisions), torch.cat(positives).tolist()
         by_class: list[dict[str, Any]] = [
             {
                 "class": _shown(self._names, number),
@@ -265,13 +265,13 @@ class LabelMeasures(Measures):
         self._accuracy.add(logits[one], positive[one].int().argmax(1))
 
     def result(self, axis: Axis) -> Figures | None:
-        found, accuracy = self._precision.result(axis), self._accuracy.result(axis)
+        figures, accuracy = self._precision.result(axis), self._accuracy.result(axis)
         others = int(sum_over(torch.tensor([self._others]), axis))
-        if found is None or accuracy is None or others:
-            return found
-        pairs = zip(accuracy.details["classes"], found.details["classes"], strict=True)
+        if figures is None or accuracy is None or others:
+            return figures
+        pairs = zip(accuracy.details["classes"], figures.details["classes"], strict=True)
         classes = [of_class | precision for of_class, precision in pairs]
-        return Figures(accuracy.metrics | found.metrics, accuracy.details | {"classes": classes})
+        return Figures(accuracy.metrics | figures.metrics, accuracy.details | {"classes": classes})
 
 
 class Errors(Measures):
@@ -308,8 +308,8 @@ _MOST_SAMPLES = 1 << 40  # of a source
 
 def content_keys(items: Tensor) -> Tensor:
     """Return a 64-bit hash of each item, [items] int64: equal for equal pixels, or for equal token ids."""
-    found = [hashlib.blake2b(item.numpy().tobytes(), digest_size=8).digest() for item in items.cpu().contiguous()]
-    return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in found], dtype=torch.int64)
+    digests = [hashlib.blake2b(item.numpy().tobytes(), digest_size=8).digest() for item in items.cpu().contiguous()]
+    return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64)
 
 
 def ranks_of_best(scores: Tensor, positives: Tensor) -> Tensor:
@@ -347,8 +347,8 @@ def recalls(queries: Tensor, items: Tensor, pairs: Tensor, axis: Axis) -> dict[i
         known = positives.any(1)
         ranks = ranks_of_best(queries[part].to(device) @ items.T, positives)[known]
         hits += torch.stack([known.sum(), *((ranks < k).sum() for k in RECALLS)])
-    counted, *found = sum_over(hits, axis).tolist()
-    return {k: count / counted for k, count in zip(RECALLS, found, strict=True)} if counted else {}
+    counted, *counts = sum_over(hits, axis).tolist()
+    return {k: count / counted for k, count in zip(RECALLS, counts, strict=True)} if counted else {}
 
 
 class Retrieval(Measures):

@@ -104,19 +104,19 @@ def read_results(name: str, data: dict[str, Any]) -> Results:
 
     Standard errors are ``..._stderr``.
     """
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for task, values in data["results"].items():
         for key, value in values.items():
             metric, _, kind = key.partition(",")
             if kind and type(value) in (int, float) and math.isfinite(value):
-                found[f"{name}/{task}/{metric}" + ("" if kind == "none" else f"/{kind}")] = float(value)
+                scores[f"{name}/{task}/{metric}" + ("" if kind == "none" else f"/{kind}")] = float(value)
     lower = [
         f"{name}/{task}/{metric}"
         for task, metrics in data.get("higher_is_better", {}).items()
         for metric, is_higher in metrics.items()
         if is_higher is False
     ]
-    return Results(found, sorted(lower), {key: data[key] for key in _VERSIONS if key in data})
+    return Results(scores, sorted(lower), {key: data[key] for key in _VERSIONS if key in data})
 
 
 logger = logging.getLogger(__name__)
@@ -257,12 +257,12 @@ def _run_task(
     output = own.path / "lm-eval" / task.name
     device, dtype = "cpu" if loaded.device.type == "cpu" else "cuda:0", str(loaded.dtype).removeprefix("torch.")
     log = own.path / f"lm-eval-{task.name}.log"
-    found = run_lm_eval(task, loaded.folder, output, device, dtype, log, loaded.stopped)
+    results = run_lm_eval(task, loaded.folder, output, device, dtype, log, loaded.stopped)
     return replace(
         evaluation,
-        metrics={**evaluation.metrics, **found.metrics},
-        lower_is_better=[*evaluation.lower_is_better, *found.lower_is_better],
-        versions={**evaluation.versions, task.name: found.versions},
+        metrics={**evaluation.metrics, **results.metrics},
+        lower_is_better=[*evaluation.lower_is_better, *results.lower_is_better],
+        versions={**evaluation.versions, task.name: results.versions},
     )
 
 
@@ -270,9 +270,9 @@ def _loss(task: LossTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Eva
     tokenizer = loaded.tokenizer()
     source = SourceSpec(name="evaluation", path=task.source)
     texts = islice(documents(source_files(source, key="evaluation.tasks.source", evaluation=True)), task.documents)
-    found = mean_loss(
+    loss = mean_loss(
         loaded.model(), (tokenizer.encode(text).ids for text in texts), loaded.spec.transformer.seq_len, loaded.device
     )
-    perplexity = math.exp(min(found, 700.0))  # a finite number
-    metrics = {f"{task.name}/loss": found, f"{task.name}/perplexity": perplexity}
+    perplexity = math.exp(min(loss, 700.0))  # a finite number
+    metrics = {f"{task.name}/loss": loss, f"{task.name}/perplexity": perplexity}
     return replace(evaluation, metrics={**evaluation.metrics, **metrics})

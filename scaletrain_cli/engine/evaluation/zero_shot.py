@@ -28,14 +28,14 @@ def class_features(
     """
     prompts = [template.replace("{}", name) for name in classes for template in templates]
     chunks = list(slices_of(len(prompts), _PROMPTS_AT_A_TIME))
-    found, numbers = [], []
+    vectors, numbers = [], []
     for first in range(0, len(chunks), axis.size):
         number = min(first + axis.rank, len(chunks) - 1)  # the last chunk stands in, so that all ranks call alike
         part = chunks[number]
-        found.append(F.normalize(encode(prompts[part]).detach().float(), dim=1))
+        vectors.append(F.normalize(encode(prompts[part]).detach().float(), dim=1))
         numbers.append(torch.arange(part.start, part.stop))
     order = in_sample_order(rows_of_all(torch.cat(numbers), axis))
-    features = rows_of_all(torch.cat(found), axis)[order]
+    features = rows_of_all(torch.cat(vectors), axis)[order]
     return F.normalize(features.view(len(classes), len(templates), -1).mean(1), dim=1)
 
 
@@ -70,8 +70,8 @@ class ZeroShot:
         def encode(prompts: Sequence[str]) -> Tensor:
             if not goes_on():
                 raise _PreemptedError
-            found: Tensor = forward(None, torch.from_numpy(self.tokenizer.encode(prompts)).to(self.device)).text
-            return found
+            of_prompts: Tensor = forward(None, torch.from_numpy(self.tokenizer.encode(prompts)).to(self.device)).text
+            return of_prompts
 
         try:
             features = class_features(self.classes, self.templates, encode, self.axis).to(self.device)

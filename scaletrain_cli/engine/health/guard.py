@@ -50,8 +50,8 @@ class _Detector:
     saved_attributes: ClassVar[Mapping[str, str]]
 
     def state_dict(self) -> dict[str, Any]:
-        found = {key: getattr(self, name) for key, name in self.saved_attributes.items()}
-        return {key: list(value) if isinstance(value, deque | list) else value for key, value in found.items()}
+        attributes = {key: getattr(self, name) for key, name in self.saved_attributes.items()}
+        return {key: list(value) if isinstance(value, deque | list) else value for key, value in attributes.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for key, name in self.saved_attributes.items():
@@ -105,7 +105,7 @@ class SpikeGuard(_Detector):
             return "fine"
         self.outliers.append(Outlier(step, loss, grad_norm))
         self.healthy_steps = 0
-        found: StepStatus = "spike" if len(self.outliers) == self._patience else "suspicious"
+        status: StepStatus = "spike" if len(self.outliers) == self._patience else "suspicious"
         if len(self.outliers) == max(_NEW_LEVEL_STEPS, self._patience + 1):
             for window, values in (
                 (self.losses, [outlier.loss for outlier in self.outliers]),
@@ -114,7 +114,7 @@ class SpikeGuard(_Detector):
                 window.clear()
                 window.extend(values)
             self.outliers = []
-        return found
+        return status
 
     def _is_loss_outlier(self, loss: float) -> bool:
         median = self.median_loss
@@ -252,18 +252,18 @@ class Guard:
         ``measured``: finite values of ``loss``, of ``grad_norm`` unless fp16 skipped the step, and with fp16 of
         ``loss_scale`` and ``skipped``.
         """
-        loss, norm, found = measured["loss"], measured.get("grad_norm"), dict[str, dict[str, Any] | None]()
+        loss, norm, by_event = measured["loss"], measured.get("grad_norm"), dict[str, dict[str, Any] | None]()
         if "loss_scale" in measured:
             collapse = self._scale.observe(measured["loss_scale"], skipped=bool(measured["skipped"]))
-            found["loss-scale-collapsed"] = collapse
+            by_event["loss-scale-collapsed"] = collapse
         if norm is not None:
             dead = self._dead.is_dead(norm, self._spikes.median_norm)
-            found["dead-gradients"] = self._dead.observe(norm, dead=dead)
+            by_event["dead-gradients"] = self._dead.observe(norm, dead=dead)
             norm = None if dead else norm
         status = self._spikes.observe(step, loss, norm)
         if self._flat is not None:
-            found["flat-loss"] = self._flat.observe(step, loss, self._spikes.losses)
-        return status, {event: evidence for event, evidence in found.items() if evidence}
+            by_event["flat-loss"] = self._flat.observe(step, loss, self._spikes.losses)
+        return status, {event: evidence for event, evidence in by_event.items() if evidence}
 
     def expect_new_level(self) -> None:
         """Forget the level of losses and norms so far, because the next step trains on another mixture of data."""

@@ -37,12 +37,12 @@ def measure(
     """Measure this rank; ``free`` and total bytes of the device, (0, 0) without a GPU."""
     consensus.barrier()
     clock = time.time()
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     if device.type == "cuda":
-        found["CUDA"] = str(torch.version.cuda)
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        versions["CUDA"] = str(torch.version.cuda)
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         # The libraries that NCCL loads at run time come from the image or the host, and may differ between nodes.
-        found["NCCL_NET_PLUGIN"] = os.environ.get("NCCL_NET_PLUGIN", "")
+        versions["NCCL_NET_PLUGIN"] = os.environ.get("NCCL_NET_PLUGIN", "")
     return RankMeasures(
         rank=ranks.rank,
         node_rank=ranks.rank // per_node,
@@ -53,7 +53,7 @@ def measure(
         flops=_measure_flops(device),
         links=tuple(_measure_links(ranks, per_node, device, consensus)),
         clock=clock,
-        versions=found,
+        versions=versions,
     )
 
 
@@ -249,13 +249,13 @@ def check_together(
     if gathered is not None:
         link = cluster_link(cluster, find_accelerator(cluster))
         planned = link.reduce(REDUCED_BYTES[device.type], ranks.world_size) if device.type == "cuda" else 0.0
-        found = compare_ranks(gathered, Expected(record.plan.memory.peak, planned, reduced))
-        findings = found
+        compared = compare_ranks(gathered, Expected(record.plan.memory.peak, planned, reduced))
+        findings = compared
         ended = (event for event in read_events(run) if event["event"] == "attempt-ended")
         if cluster.traits.runs_here or any(event["reason"] == "wrong-nodes" for event in ended):
             # No other attempt could get better nodes, or one has tried: what only costs speed is a warning.
-            keeps = [finding.keeps_off and not finding.costs_speed for finding in found]
-            findings = [dataclasses.replace(each, keeps_off=off) for each, off in zip(found, keeps, strict=True)]
+            keeps = [finding.keeps_off and not finding.costs_speed for finding in compared]
+            findings = [dataclasses.replace(each, keeps_off=off) for each, off in zip(compared, keeps, strict=True)]
         write_document(
             run.attempt(attempt) / "preflight.json",
             {

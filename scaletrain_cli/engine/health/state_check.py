@@ -64,10 +64,10 @@ def bit_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         data = values.view(torch.uint8)
         head = min(-(values.storage_offset() * values.element_size()) % _WORD, data.numel())
         end = head + (data.numel() - head) // _WORD * _WORD
-        found = data[:head].sum(dtype=torch.int64) + data[end:].sum(dtype=torch.int64)
+        subtotal = data[:head].sum(dtype=torch.int64) + data[end:].sum(dtype=torch.int64)
         if head < end:  # a slice of no bytes at an odd place has no words
-            found += data[head:end].view(torch.int64).sum()
-        total += found.to(device, non_blocking=True)
+            subtotal += data[head:end].view(torch.int64).sum()
+        total += subtotal.to(device, non_blocking=True)
     return total
 
 
@@ -141,9 +141,9 @@ class StateCheck:
         # Of each part that ranks have replicas of: the number of their groups, and the place of this rank's group.
         names = [sorted(set(groups)) for groups in self._groups]
         self._places = {
-            part: (len(found), found.index(self._groups[part][self.context.rank]))
-            for part, found in enumerate(names)
-            if len(found) < len(ranks)
+            part: (len(keys), keys.index(self._groups[part][self.context.rank]))
+            for part, keys in enumerate(names)
+            if len(keys) < len(ranks)
         }
         if self.repeat_every:
             self.checkpointer.compared_step = self.checked_step
@@ -211,9 +211,9 @@ class StateCheck:
             if self._compared.repeated:
                 self.checkpointer.compared_step = self._compared.step
             return
-        found = self.context.consensus.gather([_in_62_bits(value) for value in self._compared.fetch()])
+        gathered = self.context.consensus.gather([_in_62_bits(value) for value in self._compared.fetch()])
         step = self._compared.step
-        reason, named = self.context.consensus.from_rank_zero(lambda: self._blamed(step, found or ()))
+        reason, named = self.context.consensus.from_rank_zero(lambda: self._blamed(step, gathered or ()))
         self.context.heartbeat.beat(step, "save")
         self.checkpointer.finish()
         self.checkpointer.forget_copies(self.clean_step)
@@ -227,15 +227,15 @@ class StateCheck:
             raise StateCorruptedError(reason, "crash")
         raise StateCorruptedError(reason, "hardware" if named == [self.context.rank] else "communication")
 
-    def _blamed(self, step: int, found: Sequence[Sequence[int]]) -> tuple[Reason, list[int]]:
-        """Return why the state of some ranks is corrupt, and these ranks; ``found``: sums and changes of every rank.
+    def _blamed(self, step: int, by_rank: Sequence[Sequence[int]]) -> tuple[Reason, list[int]]:
+        """Return why the state of some ranks is corrupt, and these ranks; ``by_rank``: sums and changes of every rank.
 
         A rank is named if its state changed between two updates, else if most of its replicas agree with each other.
         The outputs of replicas with different states differ, too. If several ranks compute a replica, or the experts of
         several, a wrong value of one shows in the outputs of another: then all of them are named.
         """
         params = {"step": step, "clean_step": self.clean_step}
-        changes = [values[len(self._groups) :] for values in found]
+        changes = [values[len(self._groups) :] for values in by_rank]
         if changed := [rank for rank, parts in enumerate(changes) if any(parts)]:
             parts = [name for place, name in enumerate(STATE_PARTS) if any(each[place] for each in changes)]
             code = "engine.state-changed" if len(changed) == 1 else "engine.state-changed-on-several"
@@ -251,12 +251,12 @@ class StateCheck:
             for rank, group in enumerate(groups):
                 members[group].append(rank)
             for replicas in members.values():
-                (usual, times), *others = Counter(found[rank][part] for rank in replicas).most_common()
-                minority = [rank for rank in replicas if found[rank][part] != usual]
+                (usual, times), *others = Counter(by_rank[rank][part] for rank in replicas).most_common()
+                minority = [rank for rank in replicas if by_rank[rank][part] != usual]
                 differing.update(minority if others and 2 * times > len(replicas) else replicas if others else ())
         if code == "output":
             axis = "expert_replica" if self.context.layout.expert_parallel > 1 else "data"
-            places = [coordinates_of(self.context.layout, rank)[axis] for rank in range(len(found))]
+            places = [coordinates_of(self.context.layout, rank)[axis] for rank in range(len(by_rank))]
             differing = {rank for rank, place in enumerate(places) if place in {places[one] for one in differing}}
         named = sorted(differing)
         code = f"engine.{code}-differs" if len(named) == 1 else f"engine.{code}s-differ"

@@ -49,9 +49,9 @@ class StragglerConfirmation:
     _before: int | None = None
     _reported: int | None = None
 
-    def changed(self, found: Straggler | None) -> bool:
+    def changed(self, straggler: Straggler | None) -> bool:
         """Return True if this window confirms another straggler than the last one reported, or that there is none."""
-        rank = found.rank if found is not None else None
+        rank = straggler.rank if straggler is not None else None
         confirmed, self._before = rank == self._before, rank
         if not confirmed or rank == self._reported:
             return False
@@ -110,7 +110,7 @@ class Stragglers:
 
     def _compare(self, step: int, step_seconds: float) -> None:
         own = median(seconds() for seconds in self._seconds) if self._seconds else 0.0
-        found = slowest(self.context.consensus.share(own), step_seconds)
-        if self._confirmation.changed(found):
-            details = {"rank": None} if found is None else vars(found)
+        straggler = slowest(self.context.consensus.share(own), step_seconds)
+        if self._confirmation.changed(straggler):
+            details = {"rank": None} if straggler is None else vars(straggler)
             self.context.report("stragglers", step=step, **details)

@@ -203,8 +203,8 @@ class _RowLosses(Function):
         ctx.positive, ctx.chunk_size, ctx.excluded = positive, chunk_size, excluded
         for row, key in tiles(count, len(keys), chunk_size):
             logits = _logits(rows, keys, scale, row, key, excluded)
-            at, found = _diagonal(logits, row, key, positive)
-            wanted[at] = found
+            at, diagonal = _diagonal(logits, row, key, positive)
+            wanted[at] = diagonal
             before = largest[row]
             highest = torch.maximum(before, logits.amax(1))
             total[row] = total[row] * (before - highest).exp() + logits.sub_(highest.unsqueeze(1)).exp_().sum(1)

@@ -81,20 +81,20 @@ def joined(outputs: Sequence[Outputs], views: int = 1) -> Outputs:
     ``views``: each micro-batch has the features of this many views of its samples, one view after the other; and so has
     the result.
     """
-    found: list[Tensor | None] = []
+    fields: list[Tensor | None] = []
     for each in zip(*outputs, strict=True):
         first = each[0]
         if first is None or first.dim() == 0:
-            found.append(first)
+            fields.append(first)
         else:
             parts = [tensor.unflatten(0, (views, -1)) for tensor in each if tensor is not None]
-            found.append(torch.cat(parts, 1).flatten(0, 1))
-    return _like(outputs[0], found)
+            fields.append(torch.cat(parts, 1).flatten(0, 1))
+    return _like(outputs[0], fields)
 
 
-def _like(outputs: Outputs, found: list[Tensor | None]) -> Outputs:
+def _like(outputs: Outputs, fields: list[Tensor | None]) -> Outputs:
     """Return a tuple of the same type, which may be a NamedTuple."""
-    made: Outputs = outputs._make(found) if hasattr(outputs, "_make") else tuple(found)
+    made: Outputs = outputs._make(fields) if hasattr(outputs, "_make") else tuple(fields)
     return made
 
 

@@ -76,17 +76,17 @@ def columns_of(sums: Sequence[float], gradient_factor: float) -> dict[str, float
 
     ``gradient_factor``: by which clipping has made the gradient too small.
     """
-    found, of = dict[str, float](), dict(zip(_COLUMNS, sums, strict=True))
+    columns, of = dict[str, float](), dict(zip(_COLUMNS, sums, strict=True))
     if of["weight"] > 0 or of["gradient"] > 0:
-        found["weight_norm"] = math.sqrt(of["weight"])
-        found["gradient_norm"] = gradient_factor * math.sqrt(of["gradient"])
+        columns["weight_norm"] = math.sqrt(of["weight"])
+        columns["gradient_norm"] = gradient_factor * math.sqrt(of["gradient"])
     if of["copied"] > 0:
-        found["update_ratio"] = math.sqrt(of["change"] / of["copied"])
+        columns["update_ratio"] = math.sqrt(of["change"] / of["copied"])
     if of["activations"] > 0:
-        found["activation_rms"] = math.sqrt(of["activation"] / of["activations"])
+        columns["activation_rms"] = math.sqrt(of["activation"] / of["activations"])
     if of["units"] > 0:
-        found["dead_share"] = of["dead"] / of["units"]
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+        columns["dead_share"] = of["dead"] / of["units"]
+    return {name: value for name, value in columns.items() if math.isfinite(value)}
 
 
 @dataclass
@@ -128,13 +128,13 @@ class LayerProbe:
             self._layers = layers_of_model(composed.model)
             numel = sum(placed.slice.numel for shard in states.shards for placed in shard.owned)
             stride = -(-numel // _MOST_COPIED) | 1  # odd, so that all columns of a matrix are among the elements copied
-            found = {}
+            parts = {}
             for shard, weight in zip(states.shards, master_weights(self._engine), strict=True):
                 rows = [self._names[self._layers.of_matrix[placed.slice.name]] for placed in shard.owned]
                 places = [(placed.offset, placed.slice.numel) for placed in shard.owned]
                 if places:
-                    found[id(weight)] = _ShardParts(places, on_device(rows, weight.device), stride)
-            self._parts = found
+                    parts[id(weight)] = _ShardParts(places, on_device(rows, weight.device), stride)
+            self._parts = parts
             for name, module, place in self._layers.activations:
                 self._hooks.append(_hook(module, place, self._observing(name)))
             for name, block in self._layers.blocks.items():
@@ -258,9 +258,9 @@ def _hook(module: nn.Module, place: str, observe: Callable[[Tensor], None]) -> R
         if inputs and isinstance(inputs[0], Tensor):
             observe(inputs[0])
 
-    def output(_: nn.Module, inputs: tuple[Any, ...], found: Any) -> None:
-        if isinstance(found, Tensor):
-            observe(found)
+    def output(_: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
+        if isinstance(outputs, Tensor):
+            observe(outputs)
 
     return module.register_forward_pre_hook(first_input) if place == "input" else module.register_forward_hook(output)
 
@@ -339,7 +339,7 @@ class LayerMeasures:
             name: columns_of([each / groups for each in sums[number * width : (number + 1) * width]], factor)
             for number, name in enumerate(self.names)
         }
-        return MeasuredLayers(measured.step, {name: found for name, found in columns.items() if found})
+        return MeasuredLayers(measured.step, {name: values for name, values in columns.items() if values})
 
     def _is_due(self, step: int) -> bool:
         if self._every == "auto":
@@ -408,7 +408,7 @@ def layers_of_model(model: TrainedModel) -> ModelLayers:
     for name, parameter in names:
         if (layer := block_of.get(id(parameter))) is not None:
             first_block.setdefault(_part(name), layer)
-    matrices = {id(parameter): found for parameter, found in matrices_of(model).items()}
+    matrices = {id(parameter): members for parameter, members in matrices_of(model).items()}
     for index, (_, parameter) in enumerate(names):
         if (layer := block_of.get(id(parameter))) is None:
             layer = _outside(index, names, block_of, first_block)

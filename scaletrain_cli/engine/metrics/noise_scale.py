@@ -106,11 +106,11 @@ class NoiseScale:
         of_large = of_small.new_full((), float(norm)).square()
         gradient = (large * of_large - small * of_small) / (large - small)
         trace = (of_small - of_large) / (1 / small - 1 / large)
-        found = torch.stack((trace, gradient))
-        usable = torch.isfinite(found).all() & (of_small > 0)
+        estimates = torch.stack((trace, gradient))
+        usable = torch.isfinite(estimates).all() & (of_small > 0)
         self._measured += usable
         weight = torch.where(usable & (self._measured > _IGNORED), 1 - _MEMORY, 0.0)
-        self._means += weight * (torch.where(usable, found, 0.0) - self._means)
+        self._means += weight * (torch.where(usable, estimates, 0.0) - self._means)
         known = (self._measured >= _FEWEST) & (self._means > 0).all()
         return torch.where(known, self._means[0] / self._means[1], torch.nan)
 

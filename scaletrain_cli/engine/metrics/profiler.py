@@ -135,10 +135,10 @@ class StepProfiler:
             self._finish(self._recorder)
         if self._context.rank == 0:
             self._write("recorded")
-            found = self._profile
-            details = {"attempt": self._context.attempt, "steps": found.steps, "ranks": list(found.ranks)}
+            profile = self._profile
+            details = {"attempt": self._context.attempt, "steps": profile.steps, "ranks": list(profile.ranks)}
             with contextlib.suppress(OSError):
-                self._context.report("profiled", step=found.first_step, **details)
+                self._context.report("profiled", step=profile.first_step, **details)
         self._profile = self._recorder = self._trained = None
 
     def end_soon(self) -> None:

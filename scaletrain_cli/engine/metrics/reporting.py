@@ -143,10 +143,10 @@ class MetricsLog:
     def _pass_on_evaluations(self) -> None:
         """Pass metrics that evaluation jobs have appended to metrics.jsonl on to the trackers."""
         self._looked = time.monotonic()
-        found = ended_evaluations(self._run) if self._record.spec.evaluation.tasks else []
-        if new := [one.step for one in found if one.run_id not in self._evaluated]:
+        evaluations = ended_evaluations(self._run) if self._record.spec.evaluation.tasks else []
+        if new := [one.step for one in evaluations if one.run_id not in self._evaluated]:
             log_evaluations(self._run, self._trackers, min(new))
-        self._evaluated = {one.run_id for one in found}
+        self._evaluated = {one.run_id for one in evaluations}
 
     def _append(self, line: dict[str, Any]) -> None:
         line = json_value(line)  # JSON has no NaN, such as the loss of a validation that overflows in fp16

@@ -57,10 +57,10 @@ class DeferredMetrics:
         return self._until(self._waiting[-1][0]) if self._waiting else []
 
     def _until(self, last: int) -> list[StepMeasures]:
-        found = []
+        measures = []
         while self._waiting and self._waiting[0][0] <= last:
-            found.append(self._waiting.popleft()[1]())
-        return found
+            measures.append(self._waiting.popleft()[1]())
+        return measures
 
 
 def fetched_later(values: Tensor) -> Callable[[], list[Any]]:

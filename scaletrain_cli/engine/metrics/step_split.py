@@ -123,10 +123,10 @@ class StepSplit:
 
     def done(self) -> list[SplitStep]:
         """Return the steps whose work is done, oldest first, each once. Never waits."""
-        found = []
+        steps = []
         while self._pending and (not self._on_gpu or self._pending[0].marks[-1].event.query()):
-            found.append(self._read(self._pending.popleft()))
-        return found
+            steps.append(self._read(self._pending.popleft()))
+        return steps
 
     def _read(self, pending: _Pending) -> SplitStep:
         marks, sums, host = pending.marks, dict[Phase, float](), dict[Phase, float]()

@@ -164,44 +164,44 @@ _MOST_OPEN = 10_000  # of the depth of operators; a deeper one is not a trace
 
 def united(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of the intervals, in order and disjoint."""
-    found: list[Interval] = []
+    union: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def intersected(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    found, one, two = [], 0, 0
+    overlaps, one, two = [], 0, 0
     while one < len(first) and two < len(second):
         start, end = max(first[one][0], second[two][0]), min(first[one][1], second[two][1])
         if start < end:
-            found.append((start, end))
+            overlaps.append((start, end))
         if first[one][1] < second[two][1]:
             one += 1
         else:
             two += 1
-    return found
+    return overlaps
 
 
 def subtracted(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    found, two = [], 0
+    rest, two = [], 0
     for start, end in first:
         while two < len(second) and second[two][1] <= start:
             two += 1
         at = two
         while at < len(second) and second[at][0] < end:
             if start < second[at][0]:
-                found.append((start, second[at][0]))
+                rest.append((start, second[at][0]))
             start = max(start, second[at][1])
             at += 1
         if start < end:
-            found.append((start, end))
-    return found
+            rest.append((start, end))
+    return rest
 
 
 def total(intervals: Iterable[Interval]) -> float:
@@ -213,28 +213,28 @@ def summarize(events: Iterable[Mapping[str, Any]], *, pipelined: bool = False) -
 
     ``pipelined``: the run has pipeline stages, so sends and receives are those of the pipeline.
     """
-    found = TraceEvents()
+    trace = TraceEvents()
     for event in events:
-        found.add(event)
-    if not found.steps:
+        trace.add(event)
+    if not trace.steps:
         raise ValueError("the trace has no steps")
-    begun, ended = min(found.steps)[0], max(end for _, end in found.steps)
-    whole = [(begun, max(ended, found.end or 0.0))]
-    between = subtracted(whole, united(found.steps))
-    if found.kernels:
-        layers, device = _device_layers(found, pipelined), "gpu"
+    begun, ended = min(trace.steps)[0], max(end for _, end in trace.steps)
+    whole = [(begun, max(ended, trace.end or 0.0))]
+    between = subtracted(whole, united(trace.steps))
+    if trace.kernels:
+        layers, device = _device_layers(trace, pipelined), "gpu"
     else:
-        layers, device = _host_layers(found, pipelined), "cpu"
-    layers |= {"data_wait": united(found.data), "between_steps": between}
+        layers, device = _host_layers(trace, pipelined), "cpu"
+    layers |= {"data_wait": united(trace.data), "between_steps": between}
     left, causes = whole, dict.fromkeys(CAUSES, 0.0)
     for cause in CAUSES:
         if cause in layers:
             causes[cause] = total(intersected(layers[cause], left))
             left = subtracted(left, layers[cause])
-    causes["host"], causes["idle"] = _without_work(found, left)
-    count = len(found.steps)
+    causes["host"], causes["idle"] = _without_work(trace, left)
+    count = len(trace.steps)
     # With the time of each in itself, over all threads.
-    operators = (each for thread in found.operators.values() for each in _nested(thread) if each[0].counts)
+    operators = (each for thread in trace.operators.values() for each in _nested(thread) if each[0].counts)
     communication = intersected(united([*layers["exposed_communication"], *layers["bubble"]]), whole)
     hidden = total(intersected(communication, united([*layers["compute"], *layers["optimizer"]])))
     return {
@@ -244,21 +244,21 @@ def summarize(events: Iterable[Mapping[str, Any]], *, pipelined: bool = False) -
         "causes": {cause: seconds / count / 1e6 for cause, seconds in causes.items()},
         "communication_seconds": total(communication) / count / 1e6,
         "overlap": hidden / total(communication) if communication else None,
-        "top_kernels": _top(((each, each.end - each.start) for each in found.kernels), whole[0], count),
+        "top_kernels": _top(((each, each.end - each.start) for each in trace.kernels), whole[0], count),
         "top_operators": _top(operators, whole[0], count),
-        "memory": _memory(found),
+        "memory": _memory(trace),
     }
 
 
-def _device_layers(found: TraceEvents, pipelined: bool) -> dict[str, list[Interval]]:
+def _device_layers(trace: TraceEvents, pipelined: bool) -> dict[str, list[Interval]]:
     """Return the unions of the kernels of each kind."""
-    updates = united(found.updates)
+    updates = united(trace.updates)
     starts = [start for start, _ in updates]
     kinds: dict[str, list[Interval]] = defaultdict(list)
-    for kernel in found.kernels:
+    for kernel in trace.kernels:
         kind = kernel.kind
         if kind == "compute":
-            launched = found.launches.get(-1 if kernel.correlation is None else kernel.correlation, kernel.start)
+            launched = trace.launches.get(-1 if kernel.correlation is None else kernel.correlation, kernel.start)
             at = bisect.bisect_right(starts, launched) - 1
             kind = "optimizer" if at >= 0 and launched < updates[at][1] else "compute"
         elif kind in ("communication", "pipeline"):
@@ -267,16 +267,16 @@ def _device_layers(found: TraceEvents, pipelined: bool) -> dict[str, list[Interv
     return {name: united(kinds[name]) for name in ("compute", "optimizer", "exposed_communication", "bubble", "copies")}
 
 
-def _host_layers(found: TraceEvents, pipelined: bool) -> dict[str, list[Interval]]:
+def _host_layers(trace: TraceEvents, pipelined: bool) -> dict[str, list[Interval]]:
     """Return the unions of what the main thread of a CPU rank does, and of its collectives."""
     kernels = [
         (one.start, one.end)
-        for one in found.operators[found.main_thread]
+        for one in trace.operators[trace.main_thread]
         if one.counts and "::" in one.name and not one.name.startswith((*COLLECTIVE_OPERATORS, *_RUN_PYTHON))
     ]
-    pipeline = united((start, end) for start, end, sends in found.collectives if sends and pipelined)
-    others = united((start, end) for start, end, sends in found.collectives if not (sends and pipelined))
-    compute, updates = united(kernels), united(found.updates)
+    pipeline = united((start, end) for start, end, sends in trace.collectives if sends and pipelined)
+    others = united((start, end) for start, end, sends in trace.collectives if not (sends and pipelined))
+    compute, updates = united(kernels), united(trace.updates)
     waits = subtracted(united([*pipeline, *others]), compute)
     return {
         "compute": subtracted(compute, updates),
@@ -286,11 +286,11 @@ def _host_layers(found: TraceEvents, pipelined: bool) -> dict[str, list[Interval
     }
 
 
-def _without_work(found: TraceEvents, left: Sequence[Interval]) -> tuple[float, float]:
+def _without_work(trace: TraceEvents, left: Sequence[Interval]) -> tuple[float, float]:
     """Return the time of ``left``, in which the device does nothing, that the host causes, and the rest."""
-    if not found.kernels:
+    if not trace.kernels:
         return total(left), 0.0
-    kernels = sorted(found.kernels, key=lambda kernel: kernel.start)
+    kernels = sorted(trace.kernels, key=lambda kernel: kernel.start)
     starts = [kernel.start for kernel in kernels]
     busy = united((kernel.start, kernel.end) for kernel in kernels)
     host = idle = 0.0
@@ -300,7 +300,7 @@ def _without_work(found: TraceEvents, left: Sequence[Interval]) -> tuple[float, 
         begun = busy[gap][1] if gap >= 0 else float("-inf")  # when the last kernel before had ended
         at = bisect.bisect_left(starts, end)
         correlation = kernels[at].correlation if at < len(kernels) else None
-        launched = found.launches.get(-1 if correlation is None else correlation)
+        launched = trace.launches.get(-1 if correlation is None else correlation)
         if launched is not None and launched > begun:
             host += end - start
         else:
@@ -343,13 +343,13 @@ def _top(timed: Iterable[tuple[Kernel | Operator, float]], whole: Interval, step
     ]
 
 
-def _memory(found: TraceEvents) -> dict[str, Any] | None:
+def _memory(trace: TraceEvents) -> dict[str, Any] | None:
     """Return the peak of the bytes allocated since the profile began, and the operators that hold them; or None.
 
     Of a GPU if the trace has any of its allocations, else of the host.
     """
-    on_device = any(one.on_device for one in found.allocations)
-    events = sorted((one for one in found.allocations if one.on_device == on_device), key=lambda one: one.at)
+    on_device = any(one.on_device for one in trace.allocations)
+    events = sorted((one for one in trace.allocations if one.on_device == on_device), key=lambda one: one.at)
     if not events:
         return None
     peak, last = _peak(events)
@@ -360,7 +360,7 @@ def _memory(found: TraceEvents) -> dict[str, Any] | None:
         else:
             held.pop(one.address, None)
     sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    finders = {thread: _Finder(operators) for thread, operators in found.operators.items()}
+    finders = {thread: _Finder(operators) for thread, operators in trace.operators.items()}
     for one in held.values():
         name = finders[one.thread].at(one.at) if one.thread in finders else ""
         sizes[name or "(no operator)"][0] += one.size

@@ -66,8 +66,8 @@ class _WithoutInitialValues(TorchFunctionMode):
 
 
 def _from_extension(name: str) -> Callable[[ModelSpec], CausalLM]:
-    found = model_family_extension(name)
-    if found is None:
+    extension = model_family_extension(name)
+    if extension is None:
         raise LookupError(f"no model family is called {name!r}")
-    build: Callable[[ModelSpec], CausalLM] = load_reference(found.build)
+    build: Callable[[ModelSpec], CausalLM] = load_reference(extension.build)
     return build

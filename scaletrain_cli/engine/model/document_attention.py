@@ -174,13 +174,13 @@ class _Masks:
         if not part.masked or self._window is None:
             return None
         before, queries = part.queries.start - part.keys.start, part.queries.stop - part.queries.start
-        found = self._known.get((before, queries))
-        if found is None:
+        bias = self._known.get((before, queries))
+        if bias is None:
             visible = torch.ones(queries, before + queries, dtype=torch.bool).tril_(before)
             visible.triu_(before - self._window + 1)
             mask = self._like.new_full(visible.shape, -torch.inf).masked_fill_(visible, 0.0)
-            found = self._known[before, queries] = mask
-        return found
+            bias = self._known[before, queries] = mask
+        return bias
 
 
 def _new_results(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,8 +275,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, bounds, result, normalizers = ctx.saved_tensors
-    found = _attention_backward(gradient, query, key, value, result, normalizers, bounds, ctx.scale, ctx.window)
-    return (*found, None, None, None)
+    gradients = _attention_backward(gradient, query, key, value, result, normalizers, bounds, ctx.scale, ctx.window)
+    return (*gradients, None, None, None)
 
 
 _attention.register_autograd(_gradients, setup_context=_keep)

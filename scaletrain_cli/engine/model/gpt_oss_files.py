@@ -73,12 +73,12 @@ class Stored(NamedTuple):
 
 def stored_tensors(shapes: Mapping[str, Shape], experts: int) -> dict[str, Stored]:
     """Return the tensors of GPT-OSS's files in 16 or 32 bits, by name, for parameters of these names and shapes."""
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name, shape in shapes.items():
         place = expert_place(name, shape, experts)
         if place is None:
-            found[router_name(name)] = Stored(shape, ((name, None),))
+            tensors[router_name(name)] = Stored(shape, ((name, None),))
         else:
-            known = found.get(place.stack, Stored(place.shape, ()))
-            found[place.stack] = known._replace(parts=(*known.parts, (name, place)))
-    return found
+            known = tensors.get(place.stack, Stored(place.shape, ()))
+            tensors[place.stack] = known._replace(parts=(*known.parts, (name, place)))
+    return tensors

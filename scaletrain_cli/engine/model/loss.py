@@ -243,9 +243,9 @@ class _ChunkedTokens(Function):
             chunk = slice(start, start + ctx.tokens_at_once)
             with torch.enable_grad():
                 some = hidden[chunk].detach().requires_grad_()
-                found = ctx.losses(some, weight, labels[chunk], 0.0)
+                losses = ctx.losses(some, weight, labels[chunk], 0.0)
             inputs = (some, weight) if trains_head else (some,)
-            of_hidden[chunk], *of_chunk = torch.autograd.grad(found, inputs, gradient[chunk])
+            of_hidden[chunk], *of_chunk = torch.autograd.grad(losses, inputs, gradient[chunk])
             if of_weight is not None:
                 of_weight.add_(of_chunk[0])
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None

@@ -240,12 +240,12 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def matrices_of(model: nn.Module) -> "dict[nn.Parameter, list[Matrix]]":
     """Return the matrices in each parameter of a model, in the order of the model."""
-    found: dict[nn.Parameter, list[Matrix]] = {}
+    matrices: dict[nn.Parameter, list[Matrix]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in found:
-                found[parameter] = list(matrices_in(module, prefix, name, parameter))
-    return found
+            if parameter not in matrices:
+                matrices[parameter] = list(matrices_in(module, prefix, name, parameter))
+    return matrices
 
 
 class Matrix(NamedTuple):
@@ -276,9 +276,9 @@ def matrices_in(module: nn.Module, prefix: str, name: str, parameter: nn.Paramet
         part = None if spec is None else ShardSpec(spec.dim - 1, spec.ranks, spec.rank)
         for matrix in joined:
             whole_shape = (shape[1] // len(joined), *shape[2:])
-            found = Matrix(path + matrix, whole_shape, part, (local[1] // len(joined), *local[2:]), start)
-            yield found
-            start = found.stop
+            member = Matrix(path + matrix, whole_shape, part, (local[1] // len(joined), *local[2:]), start)
+            yield member
+            start = member.stop
 
 
 def zero3_partition(config: dict[str, Any], mpu: Any) -> Partition:

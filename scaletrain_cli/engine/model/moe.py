@@ -280,8 +280,8 @@ def update_correction_biases(model: nn.Module, applied: Tensor | float = 1.0) ->
 
 def routing_measures(model: nn.Module) -> RoutingMeasures | None:
     """Return the means over layers for the latest micro-batch on this rank; None without experts."""
-    found = [layer.measures for layer in moe_layers_of(model) if layer.measures is not None]
-    return RoutingMeasures(*(torch.stack(values).mean() for values in zip(*found, strict=True))) if found else None
+    figures = [layer.measures for layer in moe_layers_of(model) if layer.measures is not None]
+    return RoutingMeasures(*(torch.stack(values).mean() for values in zip(*figures, strict=True))) if figures else None
 
 
 class _Product(Function):

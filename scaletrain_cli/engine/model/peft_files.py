@@ -162,8 +162,8 @@ def merged(adapter: AdapterSpec, module: Adapted, name: str, weight: Tensor, rea
     shapes = factor_shapes(adapter, module)
 
     def factor(ending: str) -> Tensor:
-        found = f"{module.name}.{ending}"
-        return read(found, shapes[found]).float()
+        name = f"{module.name}.{ending}"
+        return read(name, shapes[name]).float()
 
     weight = weight.float()
     if module.kind == "embedding":
@@ -183,12 +183,12 @@ def merged(adapter: AdapterSpec, module: Adapted, name: str, weight: Tensor, rea
 
 def module_of_weight(modules: Sequence[Adapted]) -> dict[str, Adapted]:
     """Return the adapted module of each weight by the weight's name; of a tied head ``lm_head.weight``."""
-    found: dict[str, Adapted] = {}
+    by_weight: dict[str, Adapted] = {}
     for module in modules:
         if module.kind == "experts":
             experts = module.name.rpartition(".")[0]
             for number in range(module.experts):
-                found |= {f"{experts}.{number}.{half}.weight": module for half in module.halves}
+                by_weight |= {f"{experts}.{number}.{half}.weight": module for half in module.halves}
         else:
-            found[module.parameter] = module
-    return found
+            by_weight[module.parameter] = module
+    return by_weight

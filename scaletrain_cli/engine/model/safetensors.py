@@ -108,16 +108,16 @@ class HuggingFaceFolder:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         try:
             if index.exists():
-                found = {name: folder / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+                files = {name: folder / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
             else:
                 with safe_open(single, framework="pt") as opened:
-                    found = dict.fromkeys(opened.keys(), single)
+                    files = dict.fromkeys(opened.keys(), single)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             path = index if index.exists() else single
             params = {"path": str(path), "error": str(error) or type(error).__name__}
             raise UsageError(self._reason("engine.weights-unreadable", **params)) from error
-        names = tower_names(found) if isinstance(self._spec, ClipVisionSpec) else {name: name for name in found}
-        return {name: (found[stored], stored) for name, stored in names.items()}
+        names = tower_names(files) if isinstance(self._spec, ClipVisionSpec) else {name: name for name in files}
+        return {name: (files[stored], stored) for name, stored in names.items()}
 
     def _stored(self, name: str) -> str | None:
         """Return the name of a parameter in the files; None if they do not have it."""
@@ -152,7 +152,7 @@ class HuggingFaceFolder:
 
     def _mismatches(self, config: dict[str, Any]) -> Iterator[Problem]:
         expected = {name: shape for name, shape in self._whole.items() if not is_drawn(self._spec, name)}
-        found = WeightDifferences(
+        differences = WeightDifferences(
             expected,
             {name: self._header(name) for name in self._file_of if not is_drawn(self._spec, name)},
             experts=self._experts,
@@ -160,12 +160,12 @@ class HuggingFaceFolder:
             folder=str(self._folder),
             may_lack_tokens=self._source.may_lack_tokens,
         )
-        yield from found.problems()
-        head = found.unexpected_head()
+        yield from differences.problems()
+        head = differences.unexpected_head()
         if head is not None and not self._is_tied(expected):
             yield head
-        if found.not_loaded and (not dist.is_initialized() or dist.get_rank() == 0):
-            params = {"tensors": len(found.not_loaded), "layers": found.untrained_layers}
+        if differences.not_loaded and (not dist.is_initialized() or dist.get_rank() == 0):
+            params = {"tensors": len(differences.not_loaded), "layers": differences.untrained_layers}
             logger.info("%s", self._reason("engine.weights-not-loaded", folder=str(self._folder), **params))
 
     def _header(self, stored: str) -> Header:

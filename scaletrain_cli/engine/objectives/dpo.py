@@ -86,14 +86,14 @@ class DPO(Objective):
 
     def take_measures(self) -> dict[str, Tensor]:
         device = self._sums.device if self._sums is not None else self.mesh.pipeline.device
-        found = torch.zeros(len(MEASURES), device=device)
+        measures = torch.zeros(len(MEASURES), device=device)
         if self._sums is not None:
-            found = self._sums / (self._micro_batches * self.mesh.replicas.size)
+            measures = self._sums / (self._micro_batches * self.mesh.replicas.size)
             self._sums, self._micro_batches = None, 0
         for axis in (self.mesh.replicas, self.mesh.pipeline):  # stages before the last one have zeros
             if axis.group is not None:
-                dist.all_reduce(found, group=axis.group)
-        return dict(zip(MEASURES, found.unbind(), strict=True))
+                dist.all_reduce(measures, group=axis.group)
+        return dict(zip(MEASURES, measures.unbind(), strict=True))
 
     def _measure(self, policy: Tensor, rewards: Tensor) -> None:
         chosen, rejected = rewards.chunk(2)

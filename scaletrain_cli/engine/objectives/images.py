@@ -127,8 +127,8 @@ class ImageObjective(Objective):
 
     def end_validation(self) -> Figures:
         measures, self._validation_loss, self._measures = self._measures, None, None
-        found = None if measures is None else measures.result(self.mesh.data)
-        return found or Figures({}, {})
+        figures = None if measures is None else measures.result(self.mesh.data)
+        return figures or Figures({}, {})
 
     @abstractmethod
     def _observed(self, mean: MeanLoss, outputs: Any, batch: PreparedImages) -> Tensor:
@@ -142,11 +142,11 @@ class _WithTargets(ImageObjective):
     """
 
     def loss(self, model: Any, outputs: Tensor, batch: PreparedImages) -> Tensor:
-        found = super().loss(model, outputs, batch)
+        loss = super().loss(model, outputs, batch)
         if self.row_losses is not None and batch.sources is not None and batch.targets is not None:
             losses = self._of_rows(outputs.detach(), batch.targets)
             self.row_losses.append(RowLosses(batch.sources, losses, torch.ones_like(losses)))
-        return found
+        return loss
 
     def _of_rows(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each sample, [batch] fp32."""
@@ -195,9 +195,9 @@ class Contrastive(ImageObjective, Joined):
     """A loss that compares all samples of a step, of all ranks and all micro-batches."""
 
     def prepared(self, batch: ImageMicroBatch) -> PreparedImages:
-        found = super().prepared(batch)
-        self._views = len(found.pixels) // len(batch.samples)
-        return found
+        images = super().prepared(batch)
+        self._views = len(images.pixels) // len(batch.samples)
+        return images
 
     def features(self, model: Any, outputs: Any, batch: PreparedImages) -> Outputs:
         if isinstance(outputs, Tensor):

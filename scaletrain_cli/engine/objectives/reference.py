@@ -164,9 +164,9 @@ class ReferencePass:
     def check(self, batches: Sequence[MicroBatch]) -> None:
         """Compare the reference of a batch with the model at step 0. Raises ReferenceDataError if they differ."""
         worst = 0.0
-        for batch, found in zip(batches, self.stepper.log_probabilities(batches), strict=False):
+        for batch, computed in zip(batches, self.stepper.log_probabilities(batches), strict=False):
             assert batch.reference is not None
-            difference = (found - batch.reference).abs() / batch.reference.abs().clamp(min=1.0)
+            difference = (computed - batch.reference).abs() / batch.reference.abs().clamp(min=1.0)
             worst = max(worst, float(difference.nan_to_num(nan=torch.inf).max()))
         worst = -self.context.long_consensus.least(-worst)
         allowed = _TOLERANCE.get(self.context.spec.training.precision, _TOLERANCE_16_BITS)
@@ -222,11 +222,11 @@ class ReferencePass:
         size = reader.layout.micro_batch_size
         indices = [[start + self.mesh.data.rank * size + offset for offset in range(size)] for start in starts]
         batches = reader.read([[min(index, pairs - 1) for index in batch] for batch in indices])
-        found = self.stepper.log_probabilities([batch.to(self.context.device) for batch in batches])
+        by_batch = self.stepper.log_probabilities([batch.to(self.context.device) for batch in batches])
         numbers: list[int] = []
         answers: list[Tensor] = []
         if self.mesh.tensor.rank == self.mesh.parts.rank == 0:  # others have the same values
-            for batch, rows in zip(indices, found, strict=False):
+            for batch, rows in zip(indices, by_batch, strict=False):
                 within = [index for index in batch if index < pairs]
                 numbers += within
                 answers.append(rows.view(2, size)[:, : len(within)].cpu())

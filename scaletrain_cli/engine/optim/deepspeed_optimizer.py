@@ -47,12 +47,12 @@ def counter_names(optimizer: torch.optim.Optimizer) -> set[str]:
     All other states have a value for each element. A weight without dimensions has states without dimensions, like
     counters; the states of other weights show which of them count steps.
     """
-    found = {"step"}
+    names = {"step"}
     for weight, states in optimizer.state.items():
-        found |= {
+        names |= {
             name for name, each in states.items() if not isinstance(each, Tensor) or each.dim() == 0 < weight.dim()
         }
-    return found
+    return names
 
 
 @torch.no_grad()

@@ -194,8 +194,8 @@ class _Whole:
         )
 
     def joined(self, shards: list[Tensor]) -> Tensor:
-        found = [shard.view(self.matrix.shape) for shard in shards]
-        return found[0] if self.matrix.shard_spec is None else self.matrix.shard_spec.join(found)
+        parts = [shard.view(self.matrix.shape) for shard in shards]
+        return parts[0] if self.matrix.shard_spec is None else self.matrix.shard_spec.join(parts)
 
     def shard(self, whole: Tensor, tensor_rank: int) -> Tensor:
         spec = self.matrix.shard_spec
@@ -240,11 +240,11 @@ class _Holders:
         self._wholes, self._group, self._sharded = wholes, group, sharded
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        found = [(place, pieces)]
+        holders = [(place, pieces)]
         if group is not None:
-            found = _gathered(place, pieces, group)
-        self._places: list[tuple[int, int]] = [place for place, _ in found]
-        self._pieces = [sorted(each) for _, each in found]
+            holders = _gathered(place, pieces, group)
+        self._places: list[tuple[int, int]] = [place for place, _ in holders]
+        self._pieces = [sorted(each) for _, each in holders]
         self._shards = {piece.matrix: piece.shard for each in self._pieces for piece in each}
         self._rounds: dict[frozenset[int], list[_Round]] = {}
 
@@ -323,8 +323,8 @@ class _Holders:
             tensor_ranks = sorted({tensor for tensor, _ in self._places})
             for number in each.owned:
                 whole = self._wholes[number]
-                found = [shards.pop((number, tensor)) for tensor in tensor_ranks if (number, tensor) in shards]
-                result = whole.orthogonalized(whole.joined(found), iterations)
+                parts = [shards.pop((number, tensor)) for tensor in tensor_ranks if (number, tensor) in shards]
+                result = whole.orthogonalized(whole.joined(parts), iterations)
                 shards |= {(number, tensor): whole.shard(result, tensor) for tensor in tensor_ranks}
             results = [
                 [shards[piece.matrix, self._places[rank][0]][piece.start : piece.stop] for piece in pieces]

@@ -64,7 +64,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
             members.setdefault(key, []).append(parameter)
     return [
         {
-            "params": found,
+            "params": parameters,
             "weight_decay": each[0].weight_decay,
             SCHEDULE: [
                 (phase.last_step, one.lr_factor, one.weight_decay)
@@ -73,7 +73,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
             **({ORTHOGONALIZED: True} if each[0].orthogonalized else {}),
             **({} if limit is None else {LIMITS: limit}),
         }
-        for (_, each, limit), found in members.items()
+        for (_, each, limit), parameters in members.items()
     ]
 
 
@@ -133,8 +133,8 @@ def build_optimizer(
         # torch's fused kernel: the fastest on a GPU; for an offloaded optimizer several times as fast as torch's
         # default, as fast as DeepSpeedCPUAdam, and without a compilation.
         return build(groups, settings, device.type == "cuda" or layout.offload != "none")
-    if (found := optimizer_extension(settings.name)) is not None:
-        return load_reference(found.build)(groups, settings)  # type: ignore[no-any-return]
+    if (extension := optimizer_extension(settings.name)) is not None:
+        return load_reference(extension.build)(groups, settings)  # type: ignore[no-any-return]
     raise LookupError(f"unknown optimizer: {settings.name}")
 
 

@@ -165,9 +165,9 @@ class _Kernel:
         """Return the result and the log-sum-exps."""
         scale, length = self._scale, query.shape[2]
         if self._backend is SDPBackend.FLASH_ATTENTION and query.is_cuda:
-            found = _ops._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
-            self._generator = tuple(found[6:8])
-            return found[0], found[1]
+            outputs = _ops._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+            self._generator = tuple(outputs[6:8])
+            return outputs[0], outputs[1]
         key, value = repeated(key, query), repeated(value, query)
         if self._backend is SDPBackend.EFFICIENT_ATTENTION:
             mixed, sums, *generator = _ops._scaled_dot_product_efficient_attention(
@@ -256,9 +256,9 @@ def shard_attention_over_sequence(model: CausalLM, mesh: Mesh) -> None:
 
 def _longest(axis: Axis, positions: Tensor) -> Tensor:
     """Return the highest position plus 1 of each row in the parts of all ranks. Collective."""
-    found = longest(positions)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
-    return found
+    lengths = longest(positions)
+    dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=axis.group)
+    return lengths
 
 
 def place_dropout(model: CausalLM, mesh: Mesh) -> None:

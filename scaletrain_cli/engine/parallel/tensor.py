@@ -105,8 +105,8 @@ def _looked_up(tokens: Tensor, rows: Tensor, first: int, axis: Axis) -> Tensor:
     """Return the rows of tokens: of each the one of the rank that has it. ``rows``: of this rank, from ``first`` on."""
     numbers = tokens - first
     elsewhere = (numbers < 0) | (numbers >= len(rows))
-    found = F.embedding(numbers.masked_fill(elsewhere, 0), rows)
-    return sum_over_ranks(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), axis)
+    vectors = F.embedding(numbers.masked_fill(elsewhere, 0), rows)
+    return sum_over_ranks(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), axis)
 
 
 # Cross-entropy over a vocabulary that is sharded over tensor ranks: no rank holds all logits of a token.

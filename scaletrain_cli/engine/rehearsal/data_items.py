@@ -108,15 +108,15 @@ def _labels_of_images(trials: Trials) -> Item:
     apart = max(1, len(samples) // number)
     if trials.case.spec.training.objective == "contrastive":
         return _captions(trials)
-    found = [samples.label(at) for at in range(0, len(samples), apart)][:number]
-    kinds = Counter(found)
+    labels = [samples.label(at) for at in range(0, len(samples), apart)][:number]
+    kinds = Counter(labels)
     label, most = kinds.most_common(1)[0]
-    figures = {"samples": len(found), "different_labels": len(kinds), "largest_share": round(most / len(found), 4)}
-    if most > _MOST_ALIKE * len(found):
+    figures = {"samples": len(labels), "different_labels": len(kinds), "largest_share": round(most / len(labels), 4)}
+    if most > _MOST_ALIKE * len(labels):
         cause = trials.case.cause("rehearsal.cause-constant-labels", "data")
-        params = {"share": most / len(found), "label": str(label), "samples": len(found)}
+        params = {"share": most / len(labels), "label": str(label), "samples": len(labels)}
         return Item("labels", "failed", Reason("rehearsal.labels-constant", params), figures, (cause,))
-    params = {"samples": len(found), "different": len(kinds), "share": most / len(found)}
+    params = {"samples": len(labels), "different": len(kinds), "share": most / len(labels)}
     return Item("labels", "passed", Reason("rehearsal.labels-vary", params), figures)
 
 

@@ -61,13 +61,13 @@ def smoothed(rates: Sequence[float], losses: Sequence[float]) -> list[float]:
     apart = math.log10(rates[-1] / rates[0]) / (len(rates) - 1)
     width = max(_KERNEL_DECADES / apart, _KERNEL_STEPS) if apart > 0 else _KERNEL_STEPS
     reach = math.ceil(3 * width)
-    found = []
+    averages = []
     for at in range(len(losses)):
         near = range(max(0, at - reach), min(len(losses), at + reach + 1))
         weights = [math.exp(-0.5 * ((each - at) / width) ** 2) for each in near]
         # a straight line through the neighbors, so that the ends of the curve are not pulled to its middle
-        found.append(_line_at(near, weights, losses, at))
-    return found
+        averages.append(_line_at(near, weights, losses, at))
+    return averages
 
 
 def _line_at(near: Sequence[int], weights: Sequence[float], losses: Sequence[float], at: int) -> float:
@@ -190,24 +190,24 @@ def learning_rate(trials: Trials) -> Item:
     if steps < 100:
         first *= 10  # at least five steps for each factor of ten
     tried, losses, norms = _range_test(trials, rates(first, _LAST, steps))
-    found = suggest(tried, losses, norms)
+    suggestion = suggest(tried, losses, norms)
     figures: dict[str, Any] = {
         "lr": trials.peak_rate,
         "rates": [finite(rate) for rate in tried],
         "losses": [finite(loss) for loss in losses],
-        "smoothed": [finite(loss) for loss in found.smooth],
+        "smoothed": [finite(loss) for loss in suggestion.smooth],
         "norms": [finite(norm) for norm in norms],
-        "steepest": None if found.steepest is None else finite(found.steepest),
-        "lowest": None if found.lowest is None else finite(found.lowest),
-        "diverges": None if found.diverges is None else finite(found.diverges),
-        "by_range_test": None if found.rate is None else finite(found.rate),
+        "steepest": None if suggestion.steepest is None else finite(suggestion.steepest),
+        "lowest": None if suggestion.lowest is None else finite(suggestion.lowest),
+        "diverges": None if suggestion.diverges is None else finite(suggestion.diverges),
+        "by_range_test": None if suggestion.rate is None else finite(suggestion.rate),
         "global_batch_size": case.plan.layout.global_batch_size,
     }
-    if found.rate is None:
+    if suggestion.rate is None:
         params = {"low": tried[0], "high": tried[-1] if tried else _LAST}
         cause = case.cause("diagnosis.cause-nothing-to-learn", "data")
         return Item("learning-rate", "failed", Reason("rehearsal.no-rate-learns", params), figures, (cause,))
-    return _decided(trials, found, figures)
+    return _decided(trials, suggestion, figures)
 
 
 def _range_test(trials: Trials, rates: list[float]) -> tuple[list[float], list[float], list[float]]:
@@ -227,8 +227,8 @@ def _range_test(trials: Trials, rates: list[float]) -> tuple[list[float], list[f
     return rates[:count], before[1:], norms[:count]
 
 
-def _decided(trials: Trials, found: Suggestion, figures: dict[str, Any]) -> Item:
-    case, peak, near = trials.case, trials.peak_rate, found.rate
+def _decided(trials: Trials, suggestion: Suggestion, figures: dict[str, Any]) -> Item:
+    case, peak, near = trials.case, trials.peak_rate, suggestion.rate
     assert near is not None
     rates = [factor * near for factor in _FORKS]
     apart = peak > _NEAR * near or peak < near / _NEAR
@@ -244,8 +244,8 @@ def _decided(trials: Trials, found: Suggestion, figures: dict[str, Any]) -> Item
         forks.append((rate, sum(tail) / len(tail) if whole else math.inf))
     best, low, high = choose(forks[: len(_FORKS)], start)
     best = near if best is None else best
-    if found.diverges is not None:
-        best = min(best, found.diverges / 2)
+    if suggestion.diverges is not None:
+        best = min(best, suggestion.diverges / 2)
     trials.suggested_rate = best
     figures |= {
         "suggestion": finite(best),

@@ -80,22 +80,22 @@ def _after_preemption(trainer: Trainer, options: Options, preempted_at: int, kno
         item = step_items.preemption(run, expected, preempted_at, on_cpu=on_cpu)
         times = step_items.times_of_run(run, trainer.context.attempt, _FEWEST_TIMED)
         timed = known.measured.get("step", {}) | times
-        found = replace(known.with_items([item]), running=None, measured={**known.measured, "step": timed})
-        _write(trainer, found)
-        _print(trainer, found)
+        rehearsal = replace(known.with_items([item]), running=None, measured={**known.measured, "step": timed})
+        _write(trainer, rehearsal)
+        _print(trainer, rehearsal)
     return code
 
 
-def _write(trainer: Trainer, found: Rehearsal) -> None:
+def _write(trainer: Trainer, rehearsal: Rehearsal) -> None:
     if trainer.context.rank == 0:
         with contextlib.suppress(OSError):  # a full disk must not hide what was found: the log has it
-            write_rehearsal(trainer.context.run, found)
+            write_rehearsal(trainer.context.run, rehearsal)
 
 
-def _print(trainer: Trainer, found: Rehearsal) -> None:
+def _print(trainer: Trainer, rehearsal: Rehearsal) -> None:
     """Write the document to the log of rank 0, for a submitter that cannot read the run directory."""
     if trainer.context.rank == 0:
-        print(LOG_PREFIX + json.dumps(found.to_json()), flush=True)
+        print(LOG_PREFIX + json.dumps(rehearsal.to_json()), flush=True)
 
 
 @dataclass
@@ -180,11 +180,11 @@ class _Course:
         return trainer.fit()
 
 
-def _measured(trainer: Trainer, found: Rehearsal) -> dict[str, Any]:
+def _measured(trainer: Trainer, rehearsal: Rehearsal) -> dict[str, Any]:
     """Return what was measured, and what it holds for (docs/rehearsal.md)."""
     record, device = trainer.context.record, trainer.context.device
     spec, plan = record.spec, record.plan
-    figures = {name: dict(item.figures) for name in _OF_STEPS if (item := found.item(name)) is not None}
+    figures = {name: dict(item.figures) for name in _OF_STEPS if (item := rehearsal.item(name)) is not None}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "step": figures.get("speed", {}),

@@ -95,8 +95,8 @@ class Trials:
     def batches(self, number: int, following: Sequence[int] = ()) -> list[Any]:
         """Return this rank's micro-batches of a global batch (1-based), reading the ``following`` ones ahead."""
         numbers = [self.trainer.guard.batch_number(each) for each in (number, *following)]
-        found: list[Any] = self.trainer.loader.take(numbers[0], numbers[1:]).micro_batches()
-        return found
+        batches: list[Any] = self.trainer.loader.take(numbers[0], numbers[1:]).micro_batches()
+        return batches
 
     def step(self, batches: Sequence[Any], rate: float) -> Trained:
         """Train one step at a learning rate, and return its figures, those of rank 0. fp16 may skip it."""
@@ -149,20 +149,20 @@ class Trials:
     @torch.no_grad()
     def differs_from(self, copy: StateCopy) -> list[str]:
         """Return the names of the kinds of state that differ from a copy on this rank. Not collective."""
-        now, found = self.copy(), []
+        now, kinds = self.copy(), []
         for kind, ours, theirs in (("weights", now.weights, copy.weights), ("buffers", now.buffers, copy.buffers)):
             if not all(_same(one, other) for one, other in zip(ours, theirs, strict=True)):
-                found.append(kind)
+                kinds.append(kind)
         for own, other in zip(now.states, copy.states, strict=True):
             names = own.keys() | other.keys()
             if any(name not in own or name not in other or not _same(own[name], other[name]) for name in names):
-                found.append("moments")
+                kinds.append("moments")
                 break
         if now.counters != copy.counters:
-            found.append("counters")
+            kinds.append("counters")
         if not _same(now.random, copy.random):
-            found.append("random generators")
-        return found
+            kinds.append("random generators")
+        return kinds
 
     @torch.no_grad()
     def restore(self, copy: StateCopy | None = None) -> None:

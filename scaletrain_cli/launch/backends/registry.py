@@ -47,13 +47,13 @@ def failures_of_plugin(name: str) -> Iterator[None]:
 
 def all_backends() -> list[Backend]:
     """Return every installed back end that can be loaded, those of this package first."""
-    found = []
+    backends = []
     for traits in installed_backends():
         try:
-            found.append(_implementation(traits))
+            backends.append(_implementation(traits))
         except SchedulerError:  # of another package; backend_for() reports the error
             continue
-    return found
+    return backends
 
 
 def usual_backend() -> Backend:
@@ -78,10 +78,10 @@ def _implementation(traits: BackendTraits) -> Backend:
         return built_in
     plugin = dataclasses.replace(added_backends()[traits.name], reference=traits.implementation)
     try:
-        found = plugin.load(type)
-        if not issubclass(found, Backend):
+        backend_class = plugin.load(type)
+        if not issubclass(backend_class, Backend):
             raise plugin.invalid("must be a subclass of Backend")
         with plugin.errors():
-            return found()
+            return backend_class()
     except PluginError as error:
         raise SchedulerError(error.reason or error.message) from error

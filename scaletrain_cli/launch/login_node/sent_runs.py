@@ -78,7 +78,7 @@ def find_sent_run(name: str) -> SentRun | None:
     """
     known = sent_runs()
     exact = [run for run in known if run.run_id == name or (run.sweep and name.startswith(f"{run.run_id}-"))]
-    found = exact or [run for run in known if name and run.run_id.startswith(name)]
-    if len(found) > 1:
-        raise UsageError(Reason("login_node.several-runs", {"name": name, "runs": [run.run_id for run in found]}))
-    return found[0] if found else None
+    matches = exact or [run for run in known if name and run.run_id.startswith(name)]
+    if len(matches) > 1:
+        raise UsageError(Reason("login_node.several-runs", {"name": name, "runs": [run.run_id for run in matches]}))
+    return matches[0] if matches else None

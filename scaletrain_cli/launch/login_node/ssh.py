@@ -271,14 +271,14 @@ def _configs(file: Path, text: bytes, overrides: Sequence[str]) -> dict[str, byt
     named += [
         value.strip() for key, _, value in given if key.strip() in ("model.hf_config", "model.text_config.hf_config")
     ]
-    found = {}
+    configs = {}
     for path in named:
         if not isinstance(path, str) or is_reference(path):
             continue
         if path.startswith(("/", "~")) or ".." in PurePosixPath(path).parts:
             raise UsageError(Reason("login_node.config-outside", {"path": path, "folder": os.getcwd()}))
-        found[str(PurePosixPath(path))] = Path(path).read_bytes()
-    return found
+        configs[str(PurePosixPath(path))] = Path(path).read_bytes()
+    return configs
 
 
 def tar_of(files: Mapping[str, bytes]) -> bytes:

@@ -121,17 +121,17 @@ def run_node(options: AgentOptions) -> int:
     local_ranks = LocalRanks(limit, foreign=record.spec.code.command is not None)
     own_folders = _own_folders(run, record, options)
     try:
-        found = inspect_node(run, record, node.node, os.environ, gpu_locks)
+        report = inspect_node(run, record, node.node, os.environ, gpu_locks)
         with contextlib.suppress(OSError):  # informational; the failure record has the reason
-            write_inspection(run, options.attempt, found)
-        for note in found.notes:
+            write_inspection(run, options.attempt, report)
+        for note in report.notes:
             logger.warning("%s", note)
-        if found.problems:
-            first, *others = found.problems
-            cause = Reason("node.unfit", {"problems": "; ".join(map(str, found.problems))}) if others else first
+        if report.problems:
+            first, *others = report.problems
+            cause = Reason("node.unfit", {"problems": "; ".join(map(str, report.problems))}) if others else first
             raise WrongNodesError(cause)
-        if [gpu.index for gpu in found.gpus] != [*range(len(found.gpus))]:  # else CUDA takes the same ones by itself
-            os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpu.uuid for gpu in found.gpus))
+        if [gpu.index for gpu in report.gpus] != [*range(len(report.gpus))]:  # else CUDA takes the same ones by itself
+            os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpu.uuid for gpu in report.gpus))
         watch = _run_ranks(local_ranks, run, record, options, node)
         ranks, first_failure = tuple(local_ranks.ranks), local_ranks.first_failure
         code = node_exit_code(ranks, first_failure) if watch.disk_full is None else int(ExitCode.DO_NOT_REQUEUE)
@@ -322,7 +322,7 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
         os.chdir(record.working_folder)
     own = _own_folders(run, record, options)
     remove_abandoned(copies_folder(run))
-    for folder in (found for mine in own for found in mine.parent.glob("attempt-*")):
+    for folder in (path for mine in own for path in mine.parent.glob("attempt-*")):
         if folder.name < f"attempt-{options.attempt:04d}-":
             _remove(folder)  # of an earlier attempt whose agent was killed, or counts as lost
     if record.spec.layout.offload_device == "nvme":  # optimizer states are read back from there
@@ -428,8 +428,8 @@ def _unpack(archive: Path, folder: Path) -> None:
     try:
         parent = folder.parent
         make_folder(parent, mode=0o700)
-        found = parent.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        status = parent.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise WrongNodesError(Reason("node.code-folder-not-private", {"folder": str(parent)}))
         shutil.rmtree(folder, ignore_errors=True)  # left by an agent that was killed
         make_folder(folder, exist_ok=False)

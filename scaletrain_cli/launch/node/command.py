@@ -155,8 +155,8 @@ def _environment(
 
     The process may be in a namespace that is not visible here, or have ended in the meantime.
     """
-    if rank is not None and (found := _started_with(processes, rank.pid)).get(RUN_DIR_VARIABLE) == str(run.path):
-        return found
+    if rank is not None and (variables := _started_with(processes, rank.pid)).get(RUN_DIR_VARIABLE) == str(run.path):
+        return variables
     own = {RUN_DIR_VARIABLE: str(run.path), "SCALETRAIN_ATTEMPT": str(attempt), "NODE_RANK": str(node.node_rank)}
     of_agent = _started_with(processes, node.agent_pid) if node.agent.is_alive() else {}
     return {**(of_agent or os.environ), **own}

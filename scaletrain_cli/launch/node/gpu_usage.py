@@ -84,7 +84,7 @@ class _Gpu:
         memory = self._read("nvmlDeviceGetMemoryInfo", version=nvml.nvmlMemory_v2)
         memory = memory or self._read("nvmlDeviceGetMemoryInfo")
         used = self._read("nvmlDeviceGetUtilizationRates")
-        found = {
+        readings = {
             "utilization": None if used is None else used.gpu / 100,
             "sm_clock_hertz": _times(self._read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM), _MHZ),
             "power_watts": _times(self._read("nvmlDeviceGetPowerUsage"), _MILLI),
@@ -92,7 +92,7 @@ class _Gpu:
             "memory_used_bytes": None if memory is None else float(memory.used),
             **self._throttling(now),
         }
-        present = {name: float(value) for name, value in found.items() if value is not None}
+        present = {name: float(value) for name, value in readings.items() if value is not None}
         return present | self._slow if present else {}
 
     def _throttling(self, now: float) -> dict[str, float | None]:
@@ -119,7 +119,7 @@ class _Gpu:
         nvml = self._nvml
         errors = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
         nvlink = self._fields(nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
-        found = {
+        readings = {
             "sm_clock_max_hertz": _times(self._read("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM), _MHZ),
             "power_limit_watts": _times(self._read("nvmlDeviceGetEnforcedPowerLimit"), _MILLI),
             "uncorrected_errors": self._read("nvmlDeviceGetTotalEccErrors", *errors),
@@ -127,7 +127,7 @@ class _Gpu:
             "nvlink_bytes_per_second": None if nvlink is None else self._rate("nvlink", nvlink * _KIB, now),
             "pcie_bytes_per_second": self._pcie(now),
         }
-        self._slow = {name: float(value) for name, value in found.items() if value is not None}
+        self._slow = {name: float(value) for name, value in readings.items() if value is not None}
 
     def _pcie(self, now: float) -> float | None:
         nvml = self._nvml

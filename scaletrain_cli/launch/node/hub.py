@@ -174,23 +174,23 @@ class _Notes:
         self._noted, self._count, self._started, self._begun = 0.0, 0, time.monotonic(), False
         self._write({"state": "checking"})
 
-    def progress(self, found: FetchProgress) -> None:
+    def progress(self, progress: FetchProgress) -> None:
         """Note the progress every _NOTE_SECONDS, and as an event when a download begins."""
-        if found.state == "fetching" and not self._begun:
+        if progress.state == "fetching" and not self._begun:
             self._begun = True
-            self._record("hub-fetching", files=found.files, bytes=found.total_bytes, cache=found.cache)
+            self._record("hub-fetching", files=progress.files, bytes=progress.total_bytes, cache=progress.cache)
         if time.monotonic() - self._noted < _NOTE_SECONDS:
             return
-        self._write(dataclasses.asdict(found))
-        done, total = bytes_text(found.done_bytes), bytes_text(found.total_bytes)
-        logger.info("files of the hub: %s%s", found.state, f", {done} of {total}" if found.total_bytes else "")
+        self._write(dataclasses.asdict(progress))
+        done, total = bytes_text(progress.done_bytes), bytes_text(progress.total_bytes)
+        logger.info("files of the hub: %s%s", progress.state, f", {done} of {total}" if progress.total_bytes else "")
 
-    def end(self, state: str, found: FetchProgress | None = None) -> None:
+    def end(self, state: str, progress: FetchProgress | None = None) -> None:
         """Note how the fetch ended."""
         self._write({"state": state})
-        if found is not None and found.files:
+        if progress is not None and progress.files:
             seconds = round(time.monotonic() - self._started, 1)
-            self._record("hub-fetched", files=found.files, bytes=found.received_bytes, seconds=seconds)
+            self._record("hub-fetched", files=progress.files, bytes=progress.received_bytes, seconds=seconds)
 
     def _record(self, event: str, **values: Any) -> None:
         record_event(self._run, event, attempt=self._options.attempt, node=self._options.node_name, **values)

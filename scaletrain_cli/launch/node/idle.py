@@ -50,11 +50,11 @@ class GpuUse:
 
     def take(self) -> dict[int, float]:
         """Return the mean of each GPU since the last call; a GPU without a sample is missing."""
-        found: dict[int, list[float]] = {}
+        by_gpu: dict[int, list[float]] = {}
         for _ in range(len(self.samples)):
             index, share = self.samples.popleft()
-            found.setdefault(index, []).append(share)
-        return {index: math.fsum(shares) / len(shares) for index, shares in found.items()}
+            by_gpu.setdefault(index, []).append(share)
+        return {index: math.fsum(shares) / len(shares) for index, shares in by_gpu.items()}
 
 
 @dataclass
@@ -218,15 +218,15 @@ class IdleWatch:
         seconds = self.idle_seconds
         if seconds >= _NOTICE_SHARE * self.timeout_seconds and self.cluster.nodes > 1:
             seconds = min(seconds, *idle_seconds_of_others(self.run, self.attempt, self.cluster.nodes - 1))
-        found = {"attempt": self.attempt, "timeout": self.timeout_seconds, "measured": self._what}
+        params = {"attempt": self.attempt, "timeout": self.timeout_seconds, "measured": self._what}
         if seconds < _NOTICE_SHARE * self.timeout_seconds:
             if self._announced:
-                self._event("idle-over", **found)
+                self._event("idle-over", **params)
             self._announced = False
             return
         if not self._announced:
             left = max(0.0, self.timeout_seconds - seconds)
-            self._event("idle", **found, seconds=round(seconds), ends_in_seconds=round(left))
+            self._event("idle", **params, seconds=round(seconds), ends_in_seconds=round(left))
             self._announced = True
         if seconds >= self.timeout_seconds and self._request() is None:
             why = Reason("launch.ended-idle", {"seconds": round(seconds), "what": self._what})
@@ -253,8 +253,8 @@ def idle_folder(run: RunDir, attempt: int) -> Path:
 
 def idle_seconds_of_others(run: RunDir, attempt: int, others: int) -> list[float]:
     """Return for how long each of the ``others`` nodes has done nothing; 0 for one without a readable record."""
-    found = []
+    seconds = []
     for path in sorted(idle_folder(run, attempt).glob("[!.]*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found.append(float(parse_json(path.read_bytes())["idle_seconds"]))
-    return found + [0.0] * max(0, others - len(found))
+            seconds.append(float(parse_json(path.read_bytes())["idle_seconds"]))
+    return seconds + [0.0] * max(0, others - len(seconds))

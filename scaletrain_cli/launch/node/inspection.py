@@ -53,10 +53,10 @@ def problems_of_node(
     cluster: ClusterSpec, environment: Mapping[str, str], devices: Path = Path("/dev")
 ) -> list[Reason]:
     """Return why this node cannot run its ranks. More devices than planned are no problem."""
-    found, source = count_gpus(environment, devices)
-    if cluster.gpu == "cpu" or found >= cluster.gpus_per_node:
+    gpus, source = count_gpus(environment, devices)
+    if cluster.gpu == "cpu" or gpus >= cluster.gpus_per_node:
         return []
-    return [Reason("node.too-few-gpus", {"found": found, "source": source, "planned": cluster.gpus_per_node})]
+    return [Reason("node.too-few-gpus", {"found": gpus, "source": source, "planned": cluster.gpus_per_node})]
 
 
 def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[int, str]:
@@ -132,16 +132,16 @@ def _free_gpus(gpus: Sequence[GpuHealth], record: RunRecord, root: Path, locks: 
     return []
 
 
-def write_inspection(run: RunDir, attempt: int, found: NodeInspection) -> None:
+def write_inspection(run: RunDir, attempt: int, report: NodeInspection) -> None:
     """Write the inspection into the attempt. Raises OSError."""
     folder = run.attempt(attempt) / "preflight"
     make_folder(folder)
-    texts = {"problems": list(map(str, found.problems)), "notes": list(map(str, found.notes))}
+    texts = {"problems": list(map(str, report.problems)), "notes": list(map(str, report.notes))}
     codes = {
-        "problem_reasons": [reason.to_document() for reason in found.problems],
-        "note_reasons": [reason.to_document() for reason in found.notes],
+        "problem_reasons": [reason.to_document() for reason in report.problems],
+        "note_reasons": [reason.to_document() for reason in report.notes],
     }
-    write_document(folder / f"{found.node}.json", {"schema": SCHEMA, **dataclasses.asdict(found), **texts, **codes})
+    write_document(folder / f"{report.node}.json", {"schema": SCHEMA, **dataclasses.asdict(report), **texts, **codes})
 
 
 def _problems(

@@ -82,9 +82,9 @@ def end_by_error(run: RunDir, error: Exception, code: str, *, was_begun: bool = 
 
     ``was_begun``: else the command that submitted the job still waits, says why, and undoes what it has written.
     """
-    found = known_error(error, "")
-    exit_code = int(ExitCode.DO_NOT_REQUEUE if is_full(error) else found.exit_code)
-    reason = Reason(code, {"error": str(found).rstrip(".")})
+    failure = known_error(error, "")
+    exit_code = int(ExitCode.DO_NOT_REQUEUE if is_full(error) else failure.exit_code)
+    reason = Reason(code, {"error": str(failure).rstrip(".")})
     logger.error("%s", reason)
     with contextlib.suppress(OSError, ScaletrainError):
         if was_begun:

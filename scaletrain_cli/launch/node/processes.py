@@ -72,14 +72,14 @@ class ProcessIdentity:
 
     def is_alive(self) -> bool:
         """Return whether the process still runs; a zombie does not."""
-        found = _state_and_start(self.pid) if self.boot in ("", boot_id()) else None
-        return found is not None and found[0] not in "ZX" and found[1] == self.start_ticks
+        fields = _state_and_start(self.pid) if self.boot in ("", boot_id()) else None
+        return fields is not None and fields[0] not in "ZX" and fields[1] == self.start_ticks
 
 
 def identify(pid: int) -> ProcessIdentity | None:
     """Return the identity of a process; None when there is none with this pid."""
-    found = _state_and_start(pid)
-    return ProcessIdentity(pid, found[1], boot_id()) if found else None
+    fields = _state_and_start(pid)
+    return ProcessIdentity(pid, fields[1], boot_id()) if fields else None
 
 
 def own_identity() -> ProcessIdentity:
@@ -92,8 +92,8 @@ def own_identity() -> ProcessIdentity:
 
 def process_state(pid: int) -> str:
     """Return the state of a process as a letter (R, S, D, T, ...); X when it has ended."""
-    found = _state_and_start(pid)
-    return found[0] if found is not None else "X"
+    fields = _state_and_start(pid)
+    return fields[0] if fields is not None else "X"
 
 
 def tcp_addresses(folder: str = "/proc/net") -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -133,14 +133,14 @@ def descendants(without: Collection[int] = ()) -> list[int]:
     """Return the pids of all processes below this one, without zombies; ``without``: not these, nor any below them."""
     import psutil
 
-    found, passed_over = [], set(without)
+    pids, passed_over = [], set(without)
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if without and not passed_over.isdisjoint((process.pid, *(above.pid for above in process.parents()))):
                 continue
             if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def send_signal(identity: ProcessIdentity, signum: int) -> bool:
@@ -192,9 +192,9 @@ def next_signal(awaited: Collection[int], timeout_seconds: float) -> int | None:
     for signum in awaited:
         libc.sigaddset(signals, ctypes.c_int(int(signum)))
     whole, part = divmod(max(0.0, timeout_seconds), 1.0)
-    found: int = libc.sigtimedwait(signals, None, ctypes.byref(_Timespec(int(whole), int(part * 1e9))))
-    if found > 0:
-        return found
+    arrived: int = libc.sigtimedwait(signals, None, ctypes.byref(_Timespec(int(whole), int(part * 1e9))))
+    if arrived > 0:
+        return arrived
     if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
         raise OSError(ctypes.get_errno(), "sigtimedwait failed")
     return None

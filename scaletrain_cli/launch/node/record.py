@@ -75,8 +75,8 @@ def write_node_record(run: RunDir, attempt: int, record: NodeRecord) -> None:
 
 def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
     """Return the records of an attempt's nodes, by node rank. Raises UsageError for a damaged one."""
-    found = [read_as(NodeRecord, path) for path in documents_in(run.attempt(attempt) / "nodes")]
-    return sorted(filter(None, found), key=lambda record: record.node_rank)
+    records = [read_as(NodeRecord, path) for path in documents_in(run.attempt(attempt) / "nodes")]
+    return sorted(filter(None, records), key=lambda record: record.node_rank)
 
 
 # The attempt has failed; the ranks of a node hang, and all agents look for the hung one; all nodes have ended; nothing

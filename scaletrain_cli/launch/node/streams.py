@@ -63,10 +63,10 @@ class Frame:
     @property
     def document(self) -> dict[str, Any]:
         """The JSON object in the data. Raises ValueError if there is none."""
-        found = json.loads(self.data)
-        if not isinstance(found, dict):
+        content = json.loads(self.data)
+        if not isinstance(content, dict):
             raise ValueError(f"a frame {self.kind.name} has a JSON object")
-        return found
+        return content
 
 
 class Link:
@@ -305,17 +305,17 @@ class Connections:
     def act(self, frame: Frame) -> None:
         """Act on a frame; one of a connection that is closed already is ignored."""
         with self._lock:
-            found = self._by_channel.get(frame.channel)
-        if found is None:
+            connection = self._by_channel.get(frame.channel)
+        if connection is None:
             return
         if frame.kind == Kind.DATA:
-            found.incoming.put(frame.data)
+            connection.incoming.put(frame.data)
         elif frame.kind == Kind.END:
-            found.incoming.end()
+            connection.incoming.end()
         elif frame.kind == Kind.TAKEN:
-            found.outgoing.taken(frame.number)
+            connection.outgoing.taken(frame.number)
         elif frame.kind == Kind.CLOSE:
-            found.close()
+            connection.close()
 
     def close(self) -> None:
         with self._lock:

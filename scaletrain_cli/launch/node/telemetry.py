@@ -67,10 +67,10 @@ class HostSampler:
     def sample(self) -> dict[str, float]:
         """Return the values since the last call."""
         now = self._clock()
-        found: dict[str, float | None] = self._cpu(now) | self._traffic(now) | self._infiniband(now)
-        found["memory_used_bytes"] = used_bytes(self._root)
-        found["memory_available_bytes"] = available_bytes(self._root)
-        return {name: float(value) for name, value in found.items() if value is not None}
+        values: dict[str, float | None] = self._cpu(now) | self._traffic(now) | self._infiniband(now)
+        values["memory_used_bytes"] = used_bytes(self._root)
+        values["memory_available_bytes"] = available_bytes(self._root)
+        return {name: float(value) for name, value in values.items() if value is not None}
 
     def _cpu(self, now: float) -> dict[str, float | None]:
         group = next(self._limited_groups(), None)
@@ -120,20 +120,20 @@ class HostSampler:
     def _traffic(self, now: float) -> dict[str, float | None]:
         import psutil
 
-        found: dict[str, float | None] = {}
+        rates: dict[str, float | None] = {}
         disks = psutil.disk_io_counters()
         if disks is not None:
-            found["disk_read_bytes_per_second"] = self._rate("read", disks.read_bytes, now)
-            found["disk_written_bytes_per_second"] = self._rate("written", disks.write_bytes, now)
+            rates["disk_read_bytes_per_second"] = self._rate("read", disks.read_bytes, now)
+            rates["disk_written_bytes_per_second"] = self._rate("written", disks.write_bytes, now)
         cards = {name: card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"}
         # A bridge or a bond counts the bytes of its cards once more. In a container no interface is a device.
         real = [name for name in cards if (self._root / "sys/class/net" / name / "device").exists()]
         counted = [cards[name] for name in real or cards]
         if counted:
             received, sent = (sum(getattr(card, key) for card in counted) for key in ("bytes_recv", "bytes_sent"))
-            found["network_received_bytes_per_second"] = self._rate("received", received, now)
-            found["network_sent_bytes_per_second"] = self._rate("sent", sent, now)
-        return found
+            rates["network_received_bytes_per_second"] = self._rate("received", received, now)
+            rates["network_sent_bytes_per_second"] = self._rate("sent", sent, now)
+        return rates
 
     def _infiniband(self, now: float) -> dict[str, float | None]:
         ports = sorted((self._root / _INFINIBAND).glob("*/ports/*"))
@@ -303,7 +303,7 @@ class NodeTelemetry:
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
                     with contextlib.suppress(ValueError, TypeError, KeyError):  # text that a library has printed
-                        found = json.loads(line)
-                        moment = float(found["time"])
-                        rows += [(moment, int(index), values) for index, values in found["gpus"].items() if values]
+                        sample = json.loads(line)
+                        moment = float(sample["time"])
+                        rows += [(moment, int(index), values) for index, values in sample["gpus"].items() if values]
         return rows

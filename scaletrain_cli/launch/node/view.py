@@ -84,11 +84,11 @@ def require_same(run: RunDir, wanted: Identity) -> None:
     """Raise RefusedError unless the run directory here is that of the same run, in the same revision."""
     if not run.record.is_file():
         raise RefusedError(Reason("node.view-no-directory", {"folder": str(run.path)}))
-    found = Identity.of(read_record(run))
-    if (found.created, found.wandb_run_id) != (wanted.created, wanted.wandb_run_id):
+    identity = Identity.of(read_record(run))
+    if (identity.created, identity.wandb_run_id) != (wanted.created, wanted.wandb_run_id):
         raise RefusedError(Reason("node.view-other-run", {"folder": str(run.path)}))
-    if found.revision != wanted.revision:
-        params = {"folder": str(run.path), "found": found.revision, "wanted": wanted.revision}
+    if identity.revision != wanted.revision:
+        params = {"folder": str(run.path), "found": identity.revision, "wanted": wanted.revision}
         raise RefusedError(Reason("node.view-other-revision", params))
 
 

@@ -91,10 +91,10 @@ def _netrc_files(environment: Mapping[str, str]) -> list[Path]:
 
 def _has_entry(path: Path, host: str) -> bool:
     try:
-        found = netrc.netrc(str(path)).authenticators(host)
+        entry = netrc.netrc(str(path)).authenticators(host)
     except (OSError, netrc.NetrcParseError, ValueError):
         return False
-    return found is not None and bool(found[2])
+    return entry is not None and bool(entry[2])
 
 
 def check_external(
@@ -114,7 +114,7 @@ def check_external(
     view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, False, secrets, hub or {}, prepared)
     text, mirror = check_text(view), check_mirror(view)
     problems = (*text.problems, *mirror.problems)
-    problems = tuple(dict.fromkeys([*problems, *(found for check in _CHECKS for found in check(view))]))
+    problems = tuple(dict.fromkeys([*problems, *(problem for check in _CHECKS for problem in check(view))]))
     notes = (*not_checked(view), *text.warnings, *not_read(view), *not_recorded(view), *hub_notes(view))
     notes += (*command_notes(view), *mirror.warnings)
     return CheckResults(problems, notes)
@@ -124,15 +124,15 @@ def check_files(spec: RunSpec) -> CheckResults:
     """Return the results of the checks of data, tokenizer and weights alone, without requests to the hub."""
     view = View(spec, Path.cwd(), os.environ)
     text = check_text(view)
-    problems = tuple(dict.fromkeys([*text.problems, *(found for check in _FILE_CHECKS for found in check(view))]))
+    problems = tuple(dict.fromkeys([*text.problems, *(problem for check in _FILE_CHECKS for problem in check(view))]))
     notes = (*not_checked(view), *text.warnings, *not_read(view), *not_recorded(view))
     return CheckResults(problems, notes, text.files)
 
 
 def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[Reason, ...]:
     """Check a new run with the snapshot of its code; return warnings. Raises UsageError with all problems."""
-    found = check_external(spec, code=None if snapshot is None else paths_in(snapshot.listing))
-    return (*_require(found), *(() if snapshot is None else snapshot.notes))
+    checked = check_external(spec, code=None if snapshot is None else paths_in(snapshot.listing))
+    return (*_require(checked), *(() if snapshot is None else snapshot.notes))
 
 
 def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapshot | None = None) -> tuple[Reason, ...]:
@@ -141,7 +141,7 @@ def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapsho
     if code is None and record.code is not None:
         with contextlib.suppress(OSError):  # place_code reports it on the node
             code = paths_in(code_file(run, record.code, "sha256").read_bytes().decode("utf-8", "surrogateescape"))
-    found = check_external(
+    checked = check_external(
         record.spec,
         record.working_folder,
         code=code,
@@ -150,17 +150,17 @@ def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapsho
         hub=record.hub,
         prepared=_recorded(run, record.spec),
     )
-    return (*_require(found), *(() if snapshot is None else snapshot.notes))
+    return (*_require(checked), *(() if snapshot is None else snapshot.notes))
 
 
 def _recorded(run: RunDir, spec: RunSpec) -> Collection[str]:
     return recorded_folders(spec, run.path.parent, read_entries(datasets_file(run)))[0]
 
 
-def _require(found: CheckResults) -> tuple[Reason, ...]:
-    if found.problems:
-        raise UsageError(Reason("checks.spec-unusable", {"problems": len(found.problems)}), found.problems)
-    return found.warnings
+def _require(checked: CheckResults) -> tuple[Reason, ...]:
+    if checked.problems:
+        raise UsageError(Reason("checks.spec-unusable", {"problems": len(checked.problems)}), checked.problems)
+    return checked.warnings
 
 
 def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: Path | None) -> None:
@@ -176,7 +176,7 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     if node_rank == 0 or prepared:  # every node reads prepared data, and one node is enough to check other files
         checks += [text_problems, row_problems, tokenizer_problems, template_problems]
         checks += [class_file_problems, image_folder_problems, zero_shot_problems]
-    problems = [found for check in checks for found in check(view)]
+    problems = [problem for check in checks for problem in check(view)]
     if code_folder is None and spec.code.engine is not None:
         problems += _installed_problems(view)
     problems += command_problems(view, code_folder)
@@ -229,12 +229,12 @@ def _is_installed(module: str, view: View) -> bool:
     """Return whether ``python -m`` would find the module. Does not import parent packages: that would run code."""
     first, *rest = module.split(".")
     try:
-        found = find_spec(first)
+        module_spec = find_spec(first)
     except (ImportError, ValueError):
         return False
-    places = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
-    if found is not None and not places:
-        return not rest and found.origin is not None
+    places = [] if module_spec is None else [Path(place) for place in module_spec.submodule_search_locations or ()]
+    if module_spec is not None and not places:
+        return not rest and module_spec.origin is not None
     searched = view.spec.env.get("PYTHONPATH", view.environment.get("PYTHONPATH", ""))  # as each rank gets it
     paths = (Path(entry) for entry in searched.split(os.pathsep) if entry)
     places += [view.folder / entry / first for entry in paths]

@@ -74,7 +74,7 @@ def _problems_of_rows(view: View, key: str, source: str, *, validation: bool) ->
     if not _is_seen(view, source):
         return
     try:
-        found = find_files(source, view.folder, ROW_FORMATS, evaluation=validation)
+        corpus = find_files(source, view.folder, ROW_FORMATS, evaluation=validation)
     except NoCorpusError as error:
         yield view.problem(key, Reason("checks.no-source", {"why": error.why}), source)
         return
@@ -82,13 +82,13 @@ def _problems_of_rows(view: View, key: str, source: str, *, validation: bool) ->
     with contextlib.suppress(UsageError):  # the check of the templates reports it
         templates = _templates(view)
     data, objective = view.spec.data, view.spec.training.objective
-    if reason := problem_of_rows(found.files, data, objective, view.folder, templates, images=with_images):
+    if reason := problem_of_rows(corpus.files, data, objective, view.folder, templates, images=with_images):
         yield view.problem(key, reason, source)
     with contextlib.suppress(OSError):
-        if not any(path.stat().st_size for path in found.files):
+        if not any(path.stat().st_size for path in corpus.files):
             yield view.problem(key, Reason("checks.no-text"), source)
     here = view.spec.cluster.traits.runs_here
-    if here and any(kind_of(path) in ("parquet", "arrow") for path in found.files) and find_spec("pyarrow") is None:
+    if here and any(kind_of(path) in ("parquet", "arrow") for path in corpus.files) and find_spec("pyarrow") is None:
         yield view.problem(key, Reason("checks.no-pyarrow"), source)
 
 
@@ -312,8 +312,8 @@ def not_recorded(view: View) -> Iterator[Reason]:
             continue
         with contextlib.suppress(OSError, ValueError, AttributeError):
             info = json.loads((view.folder / expand_home(source) / "dataset.json").read_bytes())
-            found = view.spec.data.differences(info, view.folder)
-            if named := [f"data.{key} = {value}" for key, value, recorded in found if not recorded]:
+            differences = view.spec.data.differences(info, view.folder)
+            if named := [f"data.{key} = {value}" for key, value, recorded in differences if not recorded]:
                 yield Reason("checks.dataset-setting-unknown", {"source": source, "settings": named})
 
 
@@ -342,9 +342,9 @@ def prepared_problem(folder: Path, view: View) -> Reason | None:
             return _shards_problem(folder, view)
         width = {"uint16": 2, "uint32": 4}[info["dtype"]]
         for split in ("train", "validation"):
-            found, expected = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
-            if found != expected:
-                return Reason("checks.dataset-size", {"file": f"{split}.bin", "tokens": found, "expected": expected})
+            stored, expected = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
+            if stored != expected:
+                return Reason("checks.dataset-size", {"file": f"{split}.bin", "tokens": stored, "expected": expected})
         vocab_size, tokens = int(info["vocab_size"]), int(info["train_tokens"])
         objective, length = info.get("objective", "causal_lm"), info.get("seq_len")
         packed = info.get("packing") or "none"
@@ -434,12 +434,12 @@ def problem_of_rows(
             if kind_of(path) == "parquet":
                 if why := parquet_problem(path):
                     return Reason("checks.source-file", {"why": f"{path}: {why}"})
-                found = _parquet_problem(path, data, objective, templates, images=images)
+                problem = _parquet_problem(path, data, objective, templates, images=images)
             elif kind_of(path) != "arrow" or find_spec("pyarrow") is not None:
                 beside = path.parent if data.images.folder is None else folder / expand_home(data.images.folder)
-                found = _problem_of_first_rows(path, data, objective, templates, beside if images else None)
-            if found:
-                return found
+                problem = _problem_of_first_rows(path, data, objective, templates, beside if images else None)
+            if problem:
+                return problem
         except UsageError as error:
             return error.reason
         except OSError as error:

@@ -176,11 +176,11 @@ def _weights(
         shards = [file for file in files if file.path.endswith(".safetensors")]
         with ThreadPoolExecutor(_REQUESTS) as pool:
             try:
-                found = list(pool.map(lambda file: _headers(listing, file, settings), shards))
+                of_shards = list(pool.map(lambda file: _headers(listing, file, settings), shards))
             except DamagedHeaderError as error:
                 yield damage_of(error)
                 return
-        headers = {name: header for each in found for name, header in each.items()}
+        headers = {name: header for each in of_shards for name, header in each.items()}
         yield from header_problems(headers, folder, weights, use.reference.place)
 
 

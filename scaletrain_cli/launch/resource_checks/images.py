@@ -64,13 +64,13 @@ def _source_problems(view: View, section: SourceSpec, key: str, classes: dict[st
         settings = settings_of(view.spec, section, view.folder)
     except ScaletrainError:  # of data.images.classes, which has a check of its own
         return
-    found = yield from _class_names(view, key, source, settings)
-    if found is None:
+    class_list = yield from _class_names(view, key, source, settings)
+    if class_list is None:
         return
-    classes[section.name] = found.names
+    classes[section.name] = class_list.names
     labels = getattr(view.spec.model, "num_labels", None)
-    if labels is not None and len(found.names) > labels:
-        params = {"folder": source, "classes": len(found.names), "labels": labels}
+    if labels is not None and len(class_list.names) > labels:
+        params = {"folder": source, "classes": len(class_list.names), "labels": labels}
         yield view.problem(key, Reason("images.more-classes-than-labels", params), source)
 
 
@@ -96,8 +96,8 @@ def zero_shot_problems(view: View) -> Iterator[Problem]:
         except UsageError as error:
             yield view.problem(key, error.reason or recorded(error.message), given.source)
         return
-    found = yield from _class_names(view, key, given.source, settings)
-    if found is not None and found.are_known and not found.names:
+    class_list = yield from _class_names(view, key, given.source, settings)
+    if class_list is not None and class_list.are_known and not class_list.names:
         yield view.problem(key, Reason("images.zero-shot-without-names", {"folder": given.source}), given.source)
 
 

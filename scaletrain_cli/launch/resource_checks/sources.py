@@ -153,8 +153,8 @@ def _listed(view: View, key: str, section: SourceSpec, remote: bool, left_out: C
     from scaletrain_cli.data.sources.listing import source_files
 
     if not remote:
-        found = find_text(section.path, view.folder, section.format, key).files
-        if unreadable := unreadable_among(found, view.folder / expand_home(section.path)):
+        files = find_text(section.path, view.folder, section.format, key).files
+        if unreadable := unreadable_among(files, view.folder / expand_home(section.path)):
             raise UsageError(Reason("checks.source-file", {"why": unreadable}))
     return source_files(section, view.folder, key, seconds=LOOK_SECONDS, left_out=left_out)
 
@@ -312,8 +312,8 @@ def _id_problem(view: View, files: Sequence[SourceFile]) -> Reason | None:
         return None
     for file in files[:: -(-len(files) // _FILES_READ)]:
         for record in read_beginning(file, Columns()).documents:
-            if isinstance(record, TokenRecord) and len(record.tokens) and (found := int(record.tokens.max())) >= size:
-                return Reason("sources.id-outside-vocabulary", {"id": found, "size": size})
+            if isinstance(record, TokenRecord) and len(record.tokens) and (largest := int(record.tokens.max())) >= size:
+                return Reason("sources.id-outside-vocabulary", {"id": largest, "size": size})
     return None
 
 

@@ -40,8 +40,8 @@ def weights_problems(view: View) -> Iterator[Problem]:
         return
     for weights in view.spec.initial_weights:
         if not is_reference(weights.path) and not view.unseen(weights.path):
-            found = folder_problems(view.folder / expand_home(weights.path), weights)
-            yield from (view.problem(weights.key, reason, weights.path) for reason in found)
+            reasons = folder_problems(view.folder / expand_home(weights.path), weights)
+            yield from (view.problem(weights.key, reason, weights.path) for reason in reasons)
 
 
 def folder_problems(folder: Path, weights: InitialWeights) -> Iterator[Reason]:
@@ -80,7 +80,7 @@ def header_problems(
     headers = {name: header for name, header in headers.items() if not is_drawn(model, name)}
     if isinstance(model, ClipVisionSpec):
         headers = {name: headers[stored] for name, stored in tower_names(headers).items()}
-    found = WeightDifferences(
+    differences = WeightDifferences(
         expected,
         headers,
         experts=getattr(model, "num_experts", 0),
@@ -88,8 +88,8 @@ def header_problems(
         folder=place,
         may_lack_tokens=weights.may_lack_tokens,
     )
-    problems = list(found.problems())
-    if problems and not found.known:
+    problems = list(differences.problems())
+    if problems and not differences.known:
         yield Reason("checks.weights-other-model", {"tensors": len(headers)})
     elif problems:
         shown = [str(problem).removesuffix(".") for problem in problems[:_MOST_SHOWN]]
@@ -115,8 +115,8 @@ def adapter_problems(view: View) -> Iterator[Problem]:
     given = adapter_weights(view.spec)
     if view.spec.code.own_program or given is None or is_reference(given) or view.begun or view.unseen(given):
         return
-    found = _adapter_folder_problems(view.folder / expand_home(given), view.spec)
-    yield from (view.problem("model.adapter.weights", reason, given) for reason in found)
+    reasons = _adapter_folder_problems(view.folder / expand_home(given), view.spec)
+    yield from (view.problem("model.adapter.weights", reason, given) for reason in reasons)
 
 
 def _adapter_folder_problems(folder: Path, spec: RunSpec) -> Iterator[Reason]:

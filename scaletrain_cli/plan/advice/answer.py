@@ -51,14 +51,14 @@ class Compared:
 
 def compare(runs: Sequence[tuple[str, RunSpec, Measurements | None]]) -> tuple[Compared, ...]:
     """Return a plan for each named run, in the order given. Raises UsageError as ``make_plan`` does."""
-    found = []
+    plans = []
     for name, spec, measurements in runs:
         try:
-            found.append(Compared(name, spec, make_plan(spec, measurements), None))
+            plans.append(Compared(name, spec, make_plan(spec, measurements), None))
         except PlanInfeasibleError as error:
             reason = error.reason if error.plan else why_no_plan(error)
-            found.append(Compared(name, spec, error.plan, reason, error.problems))
-    return tuple(found)
+            plans.append(Compared(name, spec, error.plan, reason, error.problems))
+    return tuple(plans)
 
 
 def name_runs(runs: Sequence[tuple[Path, tuple[str, ...], RunSpec]]) -> list[tuple[str, RunSpec]]:

@@ -69,7 +69,7 @@ def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Qu
             for stage in _stages(spec)
             for mode in workload_of(spec.model).checkpointing
         ]
-        sharded = [found for kind in kinds if (found := at_best_micro_batch(spec, base, device, **kind))]
+        sharded = [candidate for kind in kinds if (candidate := at_best_micro_batch(spec, base, device, **kind))]
         sharding_fits = any(candidate.memory.fits for candidate in sharded)
         yield _sharding(spec, plan, sharded, device)
         if not sharding_fits or plan.layout.tensor_parallel > 1:
@@ -91,11 +91,11 @@ def _checkpointing_modes_on_one_rank(
     """Return the run on one rank, with each mode of activation checkpointing."""
     one = spec.with_changes("cluster", nodes=1, gpus_per_node=1)
     stage = 0 if spec.training.precision in ("fp32", "tf32") else _stages(spec)[0]
-    found = (
+    candidates = (
         sized(one, base, device, zero_stage=stage, expert_parallel=1, activation_checkpointing=mode, **changes)
         for mode in workload_of(spec.model).checkpointing
     )
-    return [candidate for candidate in found if candidate]
+    return [candidate for candidate in candidates if candidate]
 
 
 def _states(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> Iterator[Question]:
@@ -104,10 +104,10 @@ def _states(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> 
     They are sized with the full batch in one micro-batch, so that the peak is in the backward pass and not in the
     optimizer's update.
     """
-    found = _checkpointing_modes_on_one_rank(spec, base, device, micro_batch_size=base.global_batch_size)
-    if not found:
+    candidates = _checkpointing_modes_on_one_rank(spec, base, device, micro_batch_size=base.global_batch_size)
+    if not candidates:
         return
-    memory, count = found[0].memory, max(1, plan.model.parameters)
+    memory, count = candidates[0].memory, max(1, plan.model.parameters)
     parts = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer states": memory.optimizer_states}
     total = sum(parts.values())
     rows = [Row(name, size, note=_per_parameter(size, count)) for name, size in parts.items()]
@@ -169,16 +169,16 @@ def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Ac
 
 def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, needed: bool) -> Iterator[Question]:
     """Yield the question about tensor parallelism within a node. ``needed``: the run does not fit without it."""
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for degree in _within_node(spec):
         for mode in dict.fromkeys((base.activation_checkpointing, "full")):
             changes = {"tensor_parallel": degree, "zero_stage": _stages(spec)[0], "activation_checkpointing": mode}
             if candidate := at_best_micro_batch(spec, base, device, **changes):
-                found.append(candidate)
-    if not found:
+                candidates.append(candidate)
+    if not candidates:
         return
-    fits = any(candidate.memory.fits for candidate in found)
-    rows = distinct([varied(f"tensor {c.layout.tensor_parallel}", c) for c in found])
+    fits = any(candidate.memory.fits for candidate in candidates)
+    rows = distinct([varied(f"tensor {c.layout.tensor_parallel}", c) for c in candidates])
     verdict = Reason("plan.yes") if fits else Reason("plan.node-too-small", {"gpus": spec.cluster.gpus_per_node})
     follows = [] if fits else [Reason("plan.cut-into-stages")]
     if not needed:
@@ -197,14 +197,14 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
     degrees = sorted({*(1 << power for power in range(1, most.bit_length())), chosen.pipeline_parallel} - {1})
     near = [d for d in degrees if d <= max(2 * chosen.pipeline_parallel, 4)][-_LONGEST_SERIES:]
     changes = {"tensor_parallel": tensor, "micro_batch_size": chosen.micro_batch_size, "zero_stage": _stages(spec)[0]}
-    found = [c for d in near if (c := sized(spec, base, device, **changes, pipeline_parallel=d))]
-    if not found:
+    candidates = [c for d in near if (c := sized(spec, base, device, **changes, pipeline_parallel=d))]
+    if not candidates:
         return
-    fits = any(candidate.memory.fits for candidate in found)
-    rows = tuple(row(f"pipeline {c.layout.pipeline_parallel}", c) for c in found)
+    fits = any(candidate.memory.fits for candidate in candidates)
+    rows = tuple(row(f"pipeline {c.layout.pipeline_parallel}", c) for c in candidates)
     verdict = Reason("plan.no")
     if fits:
-        stages = next(c for c in found if c.memory.fits).layout.pipeline_parallel
+        stages = next(c for c in candidates if c.memory.fits).layout.pipeline_parallel
         verdict = Reason("plan.yes-from-stages", {"stages": stages})
     follows = Reason("plan.stages-cost-a-bubble")
     if not fits and chosen.sequence_parallel * chosen.context_parallel > 1 and plan.memory.fits:
@@ -272,7 +272,7 @@ class _Group(NamedTuple):
 def _group_rows(spec: RunSpec) -> Iterator[Row]:
     """Yield the learning rates and weight decays, with the parameters that have them in any step."""
     sizes = {parameter.name: parameter.numel for parameter in model_parameters(spec.transformer)}
-    found: dict[tuple[float, float], _Group] = {}
+    groups: dict[tuple[float, float], _Group] = {}
     for stage in training_stages(spec):
         for phase in stage.phases:
             counted: dict[tuple[float, float], int] = {}
@@ -280,11 +280,11 @@ def _group_rows(spec: RunSpec) -> Iterator[Row]:
                 key = (settings.lr_factor, settings.weight_decay)
                 counted[key] = counted.get(key, 0) + sizes[name]
             for key, count in counted.items():
-                known = found.get(key, _Group(0, phase.first_step, phase.last_step))
-                found[key] = _Group(max(known.parameters, count), known.first_step, phase.last_step)
-    if len(found) < 2:
+                known = groups.get(key, _Group(0, phase.first_step, phase.last_step))
+                groups[key] = _Group(max(known.parameters, count), known.first_step, phase.last_step)
+    if len(groups) < 2:
         return
-    largest = sorted(found.items(), key=lambda item: -item[1].parameters)[:_MOST_GROUPS]
+    largest = sorted(groups.items(), key=lambda item: -item[1].parameters)[:_MOST_GROUPS]
     for (factor, decay), group in sorted(largest, key=lambda item: (item[1].first_step, -item[0][0], -item[0][1])):
         rate = factor * spec.training.optimizer.lr
         yield Row(f"lr {rate:.3g}, decay {decay:g}", note=Reason("plan.group-trains", group._asdict()))

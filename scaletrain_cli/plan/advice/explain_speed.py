@@ -47,7 +47,7 @@ def _axes(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Questio
     if not used:
         return
     rows: list[Row] = [_chosen(plan)]
-    found: list[Reason] = []
+    reasons: list[Reason] = []
     for field, name in used.items():
         if (without := sized(spec, plan.layout, device, **{field: 1})) is None:
             rows.append(Row(f"without {name}", note=Reason("plan.ranks-do-not-divide")))
@@ -55,23 +55,23 @@ def _axes(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Questio
         asked = without.memory.fits and getattr(spec.layout, field) != "auto"
         rows.append(row(f"without {name}", without, Reason("plan.the-spec-asks") if asked else None))
         if not without.memory.fits:
-            found.append(Reason("plan.axis-needed-to-fit", {"axis": name}))
+            reasons.append(Reason("plan.axis-needed-to-fit", {"axis": name}))
         else:
             ratio = without.time.step / plan.time.step
             code = "plan.slower-without-axis" if ratio >= 1 else "plan.faster-without-axis"
-            found.append(Reason(code, {"axis": name, "share": abs(ratio - 1)}))
-    yield Question("axes", Reason("plan.ask-axes"), tuple(rows), None, tuple(found) or (Reason("plan.axes-divide"),))
+            reasons.append(Reason(code, {"axis": name, "share": abs(ratio - 1)}))
+    yield Question("axes", Reason("plan.ask-axes"), tuple(rows), None, tuple(reasons) or (Reason("plan.axes-divide"),))
 
 
 def _recomputation(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
     """Yield the question whether activations must be recomputed, with every mode of checkpointing."""
     mode = plan.layout.activation_checkpointing
-    found = _series(spec, plan, device, "activation_checkpointing", list(workload_of(spec.model).checkpointing))
-    if len(found) < 2:
+    tried = _series(spec, plan, device, "activation_checkpointing", list(workload_of(spec.model).checkpointing))
+    if len(tried) < 2:
         return
-    rows = tuple(row(f"recompute {value}", candidate, _CHOSEN if value == mode else None) for value, candidate in found)
-    less = [value for value, candidate in found if CHECKPOINTING.index(value) < CHECKPOINTING.index(mode)]
-    fitting = [value for value, candidate in found if candidate.memory.fits]
+    rows = tuple(row(f"recompute {value}", candidate, _CHOSEN if value == mode else None) for value, candidate in tried)
+    less = [value for value, candidate in tried if CHECKPOINTING.index(value) < CHECKPOINTING.index(mode)]
+    fitting = [value for value, candidate in tried if candidate.memory.fits]
     if not less:
         verdict = Reason("plan.no-recomputation")
     elif not set(less) & set(fitting):
@@ -106,13 +106,13 @@ def _micro_batch(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[
     if layout.micro_batch_size not in sizes:
         return
     here = sizes.index(layout.micro_batch_size)
-    found = _series(spec, plan, device, "micro_batch_size", sizes[max(0, here - 1) : here + 3])
+    series = _series(spec, plan, device, "micro_batch_size", sizes[max(0, here - 1) : here + 3])
     rows = tuple(
         row(f"micro-batch {size} x accumulation {c.layout.gradient_accumulation_steps}", c, note)
-        for size, c in found
+        for size, c in series
         for note in [_CHOSEN if size == sizes[here] else None]
     )
-    larger = [candidate for size, candidate in found if size > layout.micro_batch_size]
+    larger = [candidate for size, candidate in series if size > layout.micro_batch_size]
     if not larger:
         code = "plan.micro-batch-takes-all"
     elif not larger[0].memory.fits:

@@ -85,7 +85,7 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
     if isinstance(wanted, str):
         name = full_name(wanted)
         row = _catalogue()[name]
-        found = Accelerator(
+        device = Accelerator(
             name=name,
             flops={key.removesuffix("_flops"): float(value) for key, value in row.items() if key.endswith("_flops")},
             is_cpu=name == "cpu",
@@ -93,11 +93,11 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
             **{key: value for key, value in row.items() if not key.endswith(("_flops", "nvlink_domain", "host"))},
         )
         if cluster.gpu_slice is not None:
-            found = _part_of(found, *cluster.gpu_slice)
+            device = _part_of(device, *cluster.gpu_slice)
     else:
         given = {key: getattr(wanted, f"{key}_flops") for key in ("bf16", "fp16", "fp8", "fp4")}
         flops = {"fp32": wanted.fp32_flops, "tf32": wanted.fp32_flops} | {k: v for k, v in given.items() if v}
-        found = Accelerator(
+        device = Accelerator(
             name=wanted.name,
             memory_bytes=wanted.memory,
             flops={key: max(rate, SLOWEST) for key, rate in flops.items()},
@@ -111,12 +111,12 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
             **_host(_USUAL_HOST),
         )
     if cluster.intra_node_bandwidth != "auto":
-        found = replace(found, intra_node_bandwidth=max(cluster.intra_node_bandwidth, SLOWEST), package=1)
-    found = replace(found, host_bandwidth=stated_rate(cluster.host_bandwidth, found.host_bandwidth))
+        device = replace(device, intra_node_bandwidth=max(cluster.intra_node_bandwidth, SLOWEST), package=1)
+    device = replace(device, host_bandwidth=stated_rate(cluster.host_bandwidth, device.host_bandwidth))
     stated = cluster.efficiency
     if stated.matmul or stated.attention or stated.memory:
-        found = replace(found, efficiency=(stated.matmul, stated.attention, stated.memory))
-    return found
+        device = replace(device, efficiency=(stated.matmul, stated.attention, stated.memory))
+    return device
 
 
 def stated_rate(given: float | Literal["auto"], usual: float) -> float:
@@ -162,8 +162,8 @@ def _part_of(device: Accelerator, slices: int, gib: int) -> Accelerator:
 
 
 def _catalogue() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = packaged_data("plan/catalogue/hardware.json")["gpus"]
-    return found
+    gpus: dict[str, dict[str, Any]] = packaged_data("plan/catalogue/hardware.json")["gpus"]
+    return gpus
 
 
 def near_ranks(cluster: ClusterSpec) -> int:

@@ -61,8 +61,8 @@ def rank_model_states(
     ``replica``: the rank's index among the data x sequence ranks of its stage; None for the fullest of them. ``step``:
     at which they are counted, because what trains may change.
     """
-    found = next(each for each in stages_in(spec, layout) if each.position == stage)
-    return engine_states(spec, layout, found, replica, stage_of_step(spec, step))[0]
+    pipeline_stage = next(each for each in stages_in(spec, layout) if each.position == stage)
+    return engine_states(spec, layout, pipeline_stage, replica, stage_of_step(spec, step))[0]
 
 
 def engine_states(

@@ -94,15 +94,15 @@ def gathered_weights(
 
 def _first_and_last(runs: Sequence[tuple[BlockMatrices, int]]) -> tuple[list[tuple[int, BlockMatrices]], int]:
     """Return the first and last blocks with their places, and the elements of the large matrices of those between."""
-    found: list[tuple[int, BlockMatrices]] = []
+    blocks: list[tuple[int, BlockMatrices]] = []
     count, first, left_out = sum(times for _, times in runs), 0, 0
     for block, times in runs:
         ahead = range(first, min(first + times, _MOST_BLOCKS))
         behind = range(max(first, _MOST_BLOCKS, count - _MOST_BLOCKS), first + times)
-        found += [(place, block) for place in (*ahead, *behind)]
+        blocks += [(place, block) for place in (*ahead, *behind)]
         left_out += (times - len(ahead) - len(behind)) * sum(_large((*block.attention, *block.others)))
         first += times
-    return found, left_out
+    return blocks, left_out
 
 
 def _large(sizes: Sequence[int]) -> list[int]:
@@ -160,10 +160,10 @@ def _replay(sizes: Sequence[int], uses: Sequence[_Use], live: int, prefetch: int
     after: list[int] = []
     for matrix, begins in uses:
         if begins:
-            found = 0
+            fetched = 0
             if matrix != _NONE and not held[matrix]:
-                held[matrix], found = True, sizes[matrix]
-            available += found
+                held[matrix], fetched = True, sizes[matrix]
+            available += fetched
             ahead = max(ahead, step + 1)
             most, of_next = min(live - available, prefetch), 0
             while ahead < len(order) and of_next < most:
@@ -174,7 +174,7 @@ def _replay(sizes: Sequence[int], uses: Sequence[_Use], live: int, prefetch: int
                         of_next += sizes[following]
                 ahead += 1
             available += of_next
-            gathered += found + of_next
+            gathered += fetched + of_next
             step += 1
         elif passed_over[matrix] <= step and not _comes_soon(places[matrix], step, traversed):
             held[matrix] = False
@@ -185,5 +185,5 @@ def _replay(sizes: Sequence[int], uses: Sequence[_Use], live: int, prefetch: int
 
 def _comes_soon(places: Sequence[int], step: int, traversed: Sequence[int]) -> bool:
     """Return whether a matrix is used again within stage3_max_reuse_distance of the modules from ``step`` on."""
-    found = bisect.bisect_left(places, step)
-    return found < len(places) and traversed[places[found]] - traversed[step] < REUSE_ELEMENTS
+    next_use = bisect.bisect_left(places, step)
+    return next_use < len(places) and traversed[places[next_use]] - traversed[step] < REUSE_ELEMENTS

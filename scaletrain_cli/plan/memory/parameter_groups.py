@@ -105,11 +105,11 @@ def stage_groups(model: ModelSpec, tensor: int, expert: int, stage: Stage, train
                 largest = max(largest, elements)
             else:
                 sizes.setdefault((number, expert > 1 and each.experts > 0), []).append(elements)
-        for key, found in sizes.items():
-            runs.setdefault(key, []).append((tuple(found), times))
+        for key, tensor_sizes in sizes.items():
+            runs.setdefault(key, []).append((tuple(tensor_sizes), times))
     groups = [
-        (number, SharedGroup(Group(tuple(found)), experts, number in trained.orthogonalized))
-        for (number, experts), found in sorted(runs.items(), key=lambda run: (run[0][0] or 0, run[0][1]))
+        (number, SharedGroup(Group(tuple(repeated)), experts, number in trained.orthogonalized))
+        for (number, experts), repeated in sorted(runs.items(), key=lambda run: (run[0][0] or 0, run[0][1]))
     ]
     return StageTensors(
         tuple(group for number, group in groups if number is not None),

@@ -162,9 +162,9 @@ def moment_bytes_per_parameter(optimizer: str, state_dtype: str = "fp32") -> int
 
     ``state_dtype``: ``training.optimizer.state_dtype``. Raises LookupError for an unknown optimizer.
     """
-    if (found := optimizer_traits(optimizer)) is None:
+    if (traits := optimizer_traits(optimizer)) is None:
         raise LookupError(f"unknown optimizer: {optimizer}")
-    return found.moment_bytes * _STATE_BYTES[state_dtype] // _FP32_BYTES
+    return traits.moment_bytes * _STATE_BYTES[state_dtype] // _FP32_BYTES
 
 
 def moment_bytes(optimizer: str, elements: int, state_dtype: str = "fp32") -> int:

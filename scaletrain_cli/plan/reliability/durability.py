@@ -245,10 +245,10 @@ def most_goodput(spec: RunSpec, device: Accelerator, size: int, step_seconds: fl
     if spec.checkpoint.in_memory != "off" and may_have_partners(spec):
         failures = _requeued(spec, failures)
     behind = restart + save - blocked
-    found = _most_share(blocked, behind, preemptions + failures)
+    goodput = _most_share(blocked, behind, preemptions + failures)
     if save + step_seconds <= spec.cluster.grace_seconds:
-        found = max(found, _most_share(blocked, behind, failures) / (1 + preemptions * (restart + save)))
-    return min(1.0, found * _ROUNDING)
+        goodput = max(goodput, _most_share(blocked, behind, failures) / (1 + preemptions * (restart + save)))
+    return min(1.0, goodput * _ROUNDING)
 
 
 def _most_share(blocked: float, restart: float, rate: float) -> float:

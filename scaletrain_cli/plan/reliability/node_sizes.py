@@ -56,7 +56,7 @@ def plan_sizes(spec: RunSpec, planned: Callable[[RunSpec], RunPlan]) -> tuple[No
 
 def mark_slower(sizes: Iterable[NodeSize]) -> tuple[NodeSize, ...]:
     """Return the sizes; those that are no faster than fewer nodes get that reason."""
-    found: list[NodeSize] = []
+    marked: list[NodeSize] = []
     fastest: NodeSize | None = None
     for size in sizes:
         if size.plan is not None and size.why_not is None:
@@ -65,8 +65,8 @@ def mark_slower(sizes: Iterable[NodeSize]) -> tuple[NodeSize, ...]:
                 size = NodeSize(size.nodes, size.plan, Reason("plan.size-not-faster", params))
             else:
                 fastest = size
-        found.append(size)
-    return tuple(found)
+        marked.append(size)
+    return tuple(marked)
 
 
 def _planned_size(spec: RunSpec, planned: Callable[[RunSpec], RunPlan]) -> NodeSize:

@@ -65,13 +65,13 @@ def _from_json(path: Path, text: str) -> list[tuple[float, int]]:
 
 def joined(intervals: Iterable[tuple[float, _Nodes]]) -> list[tuple[float, _Nodes]]:
     """Return the intervals with neighbors of the same number of nodes as one."""
-    found: list[tuple[float, _Nodes]] = []
+    merged: list[tuple[float, _Nodes]] = []
     for seconds, nodes in intervals:
-        if found and found[-1][1] == nodes:
-            found[-1] = (found[-1][0] + seconds, nodes)
+        if merged and merged[-1][1] == nodes:
+            merged[-1] = (merged[-1][0] + seconds, nodes)
         else:
-            found.append((seconds, nodes))
-    return found
+            merged.append((seconds, nodes))
+    return merged
 
 
 def _from_csv(path: Path, text: str) -> list[tuple[float, int]]:
@@ -280,13 +280,13 @@ def intervals_from(start: float, intervals: Iterable[tuple[float, _Nodes]]) -> I
 
 def _availability(trace: SpotTrace, needed: int) -> _Intervals:
     """Return alternating intervals with and without ``needed`` nodes, the end of the trace joined to its beginning."""
-    found = joined((seconds, nodes >= needed) for seconds, nodes in trace.intervals)
-    if len(found) > 1 and found[0][1] == found[-1][1]:
-        seconds, up = found.pop(0)
-        found[-1] = (found[-1][0] + seconds, up)
-    if len(found) == 1 and found[0][1]:
+    intervals = joined((seconds, nodes >= needed) for seconds, nodes in trace.intervals)
+    if len(intervals) > 1 and intervals[0][1] == intervals[-1][1]:
+        seconds, up = intervals.pop(0)
+        intervals[-1] = (intervals[-1][0] + seconds, up)
+    if len(intervals) == 1 and intervals[0][1]:
         return [(math.inf, True)]
-    return found
+    return intervals
 
 
 def spread(values: list[float]) -> Spread:

@@ -60,10 +60,10 @@ class Bounds:
         These have one micro-batch and only the data-parallel ranks that their experts need, so nothing about them
         depends on the number of nodes.
         """
-        found = copy.copy(self)
-        found.spec = spec
-        found._group_seconds, found._times_known = {}, {}  # these have the real number of ranks
-        return found
+        bounds = copy.copy(self)
+        bounds.spec = spec
+        bounds._group_seconds, bounds._times_known = {}, {}  # these have the real number of ranks
+        return bounds
 
     def time(self, layout: Layout) -> tuple[Time, Network]:
         """Return the exact time and traffic of a layout, which several searches on one cluster share."""
@@ -178,13 +178,13 @@ class Bounds:
         It has the blocks and the micro-batches in flight of that stage, and what is outside the allocator on all ranks.
         """
         outside = 0 if self.device.is_cpu else outside_bytes_of_axes(axes, self.spec.cluster.gpus_per_node)
-        found = None if self._stages > 1 or not self._uniform else self._full_stage(axes)
-        if found is None and axes.pipeline > 1 and not self._alike:
+        full_stage = None if self._stages > 1 or not self._uniform else self._full_stage(axes)
+        if full_stage is None and axes.pipeline > 1 and not self._alike:
             return int(_SLACK * (outside + self._mean_bytes(axes, zero_stage, micro_batch, checkpointing, offload)))
-        if found is None:
+        if full_stage is None:
             peak = self.peak_bytes(axes, zero_stage, micro_batch, checkpointing, offload, enough - _SLACK * outside)
             return int(_SLACK * outside) + peak
-        stage, share, blocks = found
+        stage, share, blocks = full_stage
         held = share * self._held_bytes(axes, zero_stage, offload) + outside
         if _SLACK * held > enough:
             return int(_SLACK * held)
@@ -276,11 +276,11 @@ class Bounds:
 
     def _activation_bytes(self, axes: Axes, micro_batch: int, checkpointing: str) -> int:
         key = ("activations", axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
-        found: int | None = self._known.get(key)
-        if found is None:
+        size: int | None = self._known.get(key)
+        if size is None:
             layout = self._single_micro_batch(axes, 3, micro_batch, checkpointing, "none")
-            found = self._known[key] = self._workload.activation_bytes(self.spec, layout, self.device)
-        return found
+            size = self._known[key] = self._workload.activation_bytes(self.spec, layout, self.device)
+        return size
 
     def _block_bytes(self, axes: Axes, checkpointing: str) -> float:
         """Return the bytes of activations per sequence, on a stage with all blocks of the kind of ``_full_stage``.
@@ -289,12 +289,12 @@ class Bounds:
         stage 3 would look for the moment at which gathered weights and activations of a whole model take most.
         """
         key = ("blocks", axes.tensor, axes.sequence, axes.context, checkpointing)
-        found: float | None = self._known.get(key)
-        if found is None:
+        size: float | None = self._known.get(key)
+        if size is None:
             layout = self._single_micro_batch(axes._replace(expert=1), 0, _MANY, checkpointing, "none")
             each = self._workload.block_bytes(self.spec, layout, self.device) / _MANY
-            found = self._known[key] = each * (1 + framework_of(self.spec).fragmentation)
-        return found
+            size = self._known[key] = each * (1 + framework_of(self.spec).fragmentation)
+        return size
 
     def _single_micro_batch(
         self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str

@@ -145,25 +145,25 @@ class ClusterLimits:
 
         ``row``: a lower bound on the time and dollars of the cluster, whose ratio is its price.
         """
-        found = math.inf if self.deadline_seconds is None else (1 + miss) * self.deadline_seconds
+        seconds = math.inf if self.deadline_seconds is None else (1 + miss) * self.deadline_seconds
         if self.budget_usd is not None and (price := _price(row)):
-            found = min(found, (1 + miss) * self.budget_usd / price)
-        return found
+            seconds = min(seconds, (1 + miss) * self.budget_usd / price)
+        return seconds
 
     def most_seconds(self, row: Considered, best: Considered | None) -> float:
         """Return the most seconds of a run on a cluster that meets the limits and is no worse than ``best``.
 
         ``row``: see ``seconds_within``. Negative if the cluster is worse whatever its time.
         """
-        found = self.seconds_within(row, 0.0)
+        seconds = self.seconds_within(row, 0.0)
         if best is None:
-            return found
+            return seconds
         if self.objective == "gpus" and row.gpus != best.gpus:
-            return found if row.gpus < best.gpus else -1.0
+            return seconds if row.gpus < best.gpus else -1.0
         if self.objective == "cost":
             price = _price(row)
-            return min(found, (best.dollars or 0.0) / price) if price else found
-        return min(found, best.seconds or 0.0)
+            return min(seconds, (best.dollars or 0.0) / price) if price else seconds
+        return min(seconds, best.seconds or 0.0)
 
     def excluded(self, row: Considered, best: Considered | None) -> Reason:
         """Return why a cluster was not planned, from the lower bounds in its row."""

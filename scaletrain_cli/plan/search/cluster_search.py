@@ -49,12 +49,12 @@ def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
     most = most_nodes(spec, max_gpus)
     wanted = {1 << power for power in range(most.bit_length())}
     dividing = [ranks // per_node for ranks in divisors(spec.training.global_batch_size) if ranks % per_node == 0]
-    found: list[int] = []
+    counts: list[int] = []
     for count in sorted(count for count in wanted | set(dividing) if count <= most):
         step = _STEP if count <= _LARGE else _LARGE_STEP
-        if not found or count >= step * found[-1] or count in wanted:
-            found.append(count)
-    return sorted({*found, *([spec.cluster.nodes] if spec.cluster.nodes <= most else [])})
+        if not counts or count >= step * counts[-1] or count in wanted:
+            counts.append(count)
+    return sorted({*counts, *([spec.cluster.nodes] if spec.cluster.nodes <= most else [])})
 
 
 def likeliest(spec: RunSpec, counts: Sequence[int], near: int) -> list[int]:
@@ -119,8 +119,8 @@ class Clusters:
             bounds = self.bounds(spec, gpu)
 
             def least(axes: Axes) -> float:
-                found = (bounds.step_seconds(axes, group.micro_batches) for group in groups(spec, [axes]))
-                return min((min(seconds) for seconds in found), default=math.inf)
+                by_group = (bounds.step_seconds(axes, group.micro_batches) for group in groups(spec, [axes]))
+                return min((min(seconds) for seconds in by_group), default=math.inf)
 
             self._least[nodes, gpu] = least_of_axes(spec, bounds.least_step_seconds, least)
         return self._least[nodes, gpu]
@@ -199,22 +199,22 @@ def first_pass(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | 
     """
     counts = node_counts(clusters.spec, limits.max_gpus)
     least = [clusters.at_least(nodes, gpu) for gpu in names for nodes in counts]
-    found, best = plan_promising(clusters, limits, least)
+    tried, best = plan_promising(clusters, limits, least)
     if best is None:
-        found = with_closest(clusters, limits, found)
+        tried = with_closest(clusters, limits, tried)
     for gpu in names if len(names) > 1 else ():
-        if not any(each.row.seconds for each in found if each.gpu == gpu):
+        if not any(each.row.seconds for each in tried if each.gpu == gpu):
             # That with the best bound; if it does not fit, the next, up to _MOST_TRIES.
             ranks = {
                 place: limits.rank(row.at_least)
-                for place, row in enumerate(each.row for each in found)
-                if found[place].gpu == gpu and row.least_seconds is not None
+                for place, row in enumerate(each.row for each in tried)
+                if tried[place].gpu == gpu and row.least_seconds is not None
             }
             for place in sorted(ranks, key=ranks.__getitem__)[:_MOST_TRIES]:
-                found[place] = clusters.plan(found[place].row.nodes, gpu)
-                if found[place].row.seconds:
+                tried[place] = clusters.plan(tried[place].row.nodes, gpu)
+                if tried[place].row.seconds:
                     break
-    return found
+    return tried
 
 
 def plan_promising(
@@ -224,7 +224,7 @@ def plan_promising(
 
     ``least``: see ``Clusters.at_least``; ``best``: the best one so far.
     """
-    found: list[Tried] = []
+    tried: list[Tried] = []
     open_, ratios = list(least), _PlanToBoundRatios()
     while open_:
         each = ratios.most_promising(open_, limits)
@@ -233,13 +233,13 @@ def plan_promising(
         divides = row.seconds is not None and math.isfinite(row.seconds)
         most = limits.most_seconds(row, best) if divides else math.inf
         if divides and (row.seconds or 0.0) > most:
-            found.append(each._replace(row=_excluded(row)))
+            tried.append(each._replace(row=_excluded(row)))
             continue
-        found.append(clusters.plan(row.nodes, each.gpu, most))
-        ratios.add(each, found[-1].row)
-        if meets(limits, found[-1]):
-            best = min((found[-1].row, best or found[-1].row), key=limits.rank)
-    return found, best
+        tried.append(clusters.plan(row.nodes, each.gpu, most))
+        ratios.add(each, tried[-1].row)
+        if meets(limits, tried[-1]):
+            best = min((tried[-1].row, best or tried[-1].row), key=limits.rank)
+    return tried, best
 
 
 class _PlanToBoundRatios:
@@ -290,15 +290,15 @@ def _excluded(row: Considered) -> Considered:
     return replace(row, seconds=None, dollars=None, least_seconds=row.seconds, least_dollars=row.dollars)
 
 
-def with_closest(clusters: Clusters, limits: ClusterLimits, found: Sequence[Tried]) -> list[Tried]:
+def with_closest(clusters: Clusters, limits: ClusterLimits, tried: Sequence[Tried]) -> list[Tried]:
     """Plan those clusters without a plan that may miss the limits least, the least bound first; return all."""
-    open_ = [index for index, each in enumerate(found) if each.row.least_seconds is not None]
-    closed = list(found)
-    closest = min((limits.miss(each.row) for each in found if each.row.seconds), default=math.inf)
-    for index in sorted(open_, key=lambda index: limits.miss(found[index].row.at_least)):
-        row = found[index].row
+    open_ = [index for index, each in enumerate(tried) if each.row.least_seconds is not None]
+    closed = list(tried)
+    closest = min((limits.miss(each.row) for each in tried if each.row.seconds), default=math.inf)
+    for index in sorted(open_, key=lambda index: limits.miss(tried[index].row.at_least)):
+        row = tried[index].row
         if limits.miss(row.at_least) < closest:
-            closed[index] = clusters.plan(row.nodes, found[index].gpu, limits.seconds_within(row, closest))
+            closed[index] = clusters.plan(row.nodes, tried[index].gpu, limits.seconds_within(row, closest))
             if closed[index].row.seconds:
                 closest = min(closest, limits.miss(closed[index].row))
     return closed
@@ -313,8 +313,8 @@ def refined(
     chances: list[tuple[tuple[float, ...], Tried]] = []  # clusters that may be the best, with the rank they could reach
     looked_at = 0
     for gpu in names if spec.cluster.traits.max_nodes != 1 else ():
-        found, count = _chances(clusters, limits, [each for each in tried if each.gpu == gpu], best, fewest_nodes)
-        chances += found
+        more, count = _chances(clusters, limits, [each for each in tried if each.gpu == gpu], best, fewest_nodes)
+        chances += more
         looked_at += count
     planned: list[Tried] = []
     for rank, cluster in sorted(chances, key=lambda chance: chance[0])[:_MOST_REFINED]:
@@ -350,7 +350,7 @@ def _chances(
         row = _scaled(spec, cheapest, nodes, _BETTER * cheapest.nodes / nodes)
         if nodes not in done and _could_win(limits, row, best):
             hopeful.append(nodes)
-    found = []
+    chances = []
     counts = likeliest(spec, hopeful, most_nodes(spec, aim))
     for nodes in counts:
         cluster = clusters.at_least(nodes, nearest.gpu)
@@ -359,8 +359,8 @@ def _chances(
             continue  # no layout divides
         row = _scaled(spec, nearest.row, nodes, _BETTER * least / bound)
         if _could_win(limits, row, best):
-            found.append((limits.rank(row), cluster))
-    return found, len(counts)
+            chances.append((limits.rank(row), cluster))
+    return chances, len(counts)
 
 
 def _as_planned(row: Considered, ratio: float, priced: bool) -> Considered:

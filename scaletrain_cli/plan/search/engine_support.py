@@ -52,19 +52,19 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[Rule]:
 
     A program of the user's own (``code.engine``, ``code.command``) is assumed to run every layout.
     """
-    found = [] if spec.code.own_program else list(_beyond_this_engine(spec, layout))
+    rules = [] if spec.code.own_program else list(_beyond_this_engine(spec, layout))
     if spec.checkpoint.dir != "auto" and not expand_home(spec.checkpoint.dir).is_absolute():
-        found.append(Rule("checkpoint.dir", spec.checkpoint.dir, "relative-checkpoint-dir"))
-    return found
+        rules.append(Rule("checkpoint.dir", spec.checkpoint.dir, "relative-checkpoint-dir"))
+    return rules
 
 
 def submittable(spec: RunSpec, plan: RunPlan) -> list[Rule]:
     """Return the rules that forbid to submit the planned run, most important first; empty if it may be submitted."""
-    found = unsupported(spec, plan.layout)
+    rules = unsupported(spec, plan.layout)
     if not plan.memory.fits:
         sizes = {"peak": plan.memory.peak, "capacity": plan.memory.capacity}
-        found.insert(0, Rule("layout", None, "layout-does-not-fit", sizes))
-    return found
+        rules.insert(0, Rule("layout", None, "layout-does-not-fit", sizes))
+    return rules
 
 
 def axis_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:

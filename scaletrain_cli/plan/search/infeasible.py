@@ -29,18 +29,18 @@ def suggestions(spec: RunSpec, layout: Layout) -> list[Problem]:
     ``layout``: the smallest one of the spec, which does not fit.
     """
     device = find_accelerator(spec.cluster)
-    found = []
+    problems = []
     for key, value in _single_changes(spec):
         changed = _changed(spec, key, value)
         sized = smallest_memory(changed, device)
         if not (sized and sized.memory.fits) and not spec.layout.pipeline_split:
             changed, sized = next(splits_by_memory(changed, device), (changed, None))
         if sized and sized.memory.fits and not _is_refused(spec, layout, changed, sized.layout):
-            found.append(_would_fit(changed, device, key, str(value), sized))
+            problems.append(_would_fit(changed, device, key, str(value), sized))
     if spec.layout.pipeline_split:
         for changed, sized in islice(splits_by_memory(spec, device), 1):
             split = list(changed.layout.pipeline_split)
-            found.append(_would_fit(changed, device, "layout.pipeline_split", str(split), sized))
+            problems.append(_would_fit(changed, device, "layout.pipeline_split", str(split), sized))
     relaxed, freed = spec, list[str]()
     keys = ("layout.data_parallel", "layout.zero_stage", "layout.activation_checkpointing", "training.micro_batch_size")
     for key in keys:
@@ -48,9 +48,9 @@ def suggestions(spec: RunSpec, layout: Layout) -> list[Problem]:
             relaxed, freed = _changed(relaxed, key, "auto"), [*freed, key]
     least = smallest_memory(relaxed, device)
     fitting = least if least and least.memory.fits else next(splits_by_memory(relaxed, device), (relaxed, None))[1]
-    if not found and fitting:
-        found.append(_would_fit(relaxed, device, "layout", describe(fitting.layout), fitting))
-    fits_here = bool(found)
+    if not problems and fitting:
+        problems.append(_would_fit(relaxed, device, "layout", describe(fitting.layout), fitting))
+    fits_here = bool(problems)
     for ways in (_context_ranks, _fewest_gpus, _larger_device):
         more = list(ways(spec, device))
         # Where settings could be freed on this cluster, another one with them freed is no advice.
@@ -58,10 +58,10 @@ def suggestions(spec: RunSpec, layout: Layout) -> list[Problem]:
             for problem in ways(relaxed, device):
                 reason = Reason("plan.with-settings-freed", {"cause": problem.reason, "keys": freed})
                 more.append(Problem.because(problem.where, problem.key, reason, problem.given))
-        found += more
-    if not found:
-        found.append(Problem.because("no change helps", "model", Reason("plan.nothing-fits")))
-    return found
+        problems += more
+    if not problems:
+        problems.append(Problem.because("no change helps", "model", Reason("plan.nothing-fits")))
+    return problems
 
 
 def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
@@ -120,12 +120,12 @@ def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
     low, high = 0, len(counts)
     while low < high:  # binary search: memory per rank decreases with the number of ranks
         middle = (low + high) // 2
-        found = sized(counts[middle])
-        low, high = (low, middle) if found and found.memory.fits else (middle + 1, high)
-    found = sized(counts[low]) if low < len(counts) else None
-    if found and found.memory.fits:
+        smallest = sized(counts[middle])
+        low, high = (low, middle) if smallest and smallest.memory.fits else (middle + 1, high)
+    smallest = sized(counts[low]) if low < len(counts) else None
+    if smallest and smallest.memory.fits:
         larger = spec.with_changes("cluster", nodes=counts[low] // per_node)
-        yield _would_fit(larger, device, "cluster", f"{counts[low]} x {device.name}", found)
+        yield _would_fit(larger, device, "cluster", f"{counts[low]} x {device.name}", smallest)
 
 
 def _larger_device(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
@@ -135,8 +135,8 @@ def _larger_device(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
         return
     small, precision = least.layout, spec.training.precision
     changes = [spec.with_changes("cluster", gpu=name) for name in accelerator_names() if name != "cpu"]
-    found = ((find_accelerator(changed.cluster), changed) for changed in changes)
-    for larger, changed in sorted(found, key=lambda pair: (pair[0].memory_bytes, pair[0].name)):
+    devices = ((find_accelerator(changed.cluster), changed) for changed in changes)
+    for larger, changed in sorted(devices, key=lambda pair: (pair[0].memory_bytes, pair[0].name)):
         if larger.memory_bytes > device.memory_bytes and (precision in larger.flops or precision not in device.flops):
             # Compilation and the kernel of the cross-entropy may be others on that GPU.
             modes = (small.zero_stage, small.activation_checkpointing, small.micro_batch_size, small.offload)

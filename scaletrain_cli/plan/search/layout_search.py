@@ -179,16 +179,16 @@ def evaluate(spec: RunSpec, layout: Layout, device: Accelerator) -> Candidate:
     return Candidate(layout, workload_of(spec.model).memory(spec, layout, device), time, network)
 
 
-def smallest(found: Found) -> Sized:
+def smallest(outcome: Found) -> Sized:
     """Return the layout that needs the least memory if nothing fits."""
-    return min(found.too_large, key=lambda sized: (sized.memory.peak, describe(sized.layout)))
+    return min(outcome.too_large, key=lambda sized: (sized.memory.peak, describe(sized.layout)))
 
 
-def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candidate) -> tuple[Alternative, ...]:
+def alternatives(spec: RunSpec, device: Accelerator, outcome: Found, chosen: Candidate) -> tuple[Alternative, ...]:
     """Return the best layouts that were sized, with the reason against each; at the end some that do not fit."""
-    left = max(0, MOST_ALTERNATIVES - len(found.fitting))
-    nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: left + 1]
-    sized = [*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)]
+    left = max(0, MOST_ALTERNATIVES - len(outcome.fitting))
+    nearest = sorted(outcome.too_large, key=lambda sized: sized.memory.peak)[: left + 1]
+    sized = [*outcome.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)]
     contrastive = workload_of(spec.model).accumulation_changes_loss(spec)
     rest = [candidate for candidate in sized if candidate.layout != chosen.layout]
     rest.sort(key=lambda c: (not c.memory.fits, c.busy_seconds if c.memory.fits else c.memory.peak, simplicity(c)))
@@ -238,10 +238,10 @@ def search_near(spec: RunSpec, device: Accelerator, bounds: Bounds, most_seconds
         return None
     reach = most_seconds * _REACH
     near = axes_to_try(spec, worthwhile=lambda axes: bounds.least_step_seconds(axes) <= reach)
-    found = search(spec, device, near, RejectionCounts(), compared=False, bounds=bounds, most_seconds=most_seconds)
-    chosen = found.chosen
+    outcome = search(spec, device, near, RejectionCounts(), compared=False, bounds=bounds, most_seconds=most_seconds)
+    chosen = outcome.chosen
     decides = chosen is not None and chosen.comfortable and chosen.expected_seconds * SAME_TIME <= reach
-    return found if decides or found.too_slow else None
+    return outcome if decides or outcome.too_slow else None
 
 
 class _Search:

@@ -57,15 +57,15 @@ def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
     if pinned != "auto":
         return [pinned]
     per_rank = spec.training.global_batch_size // axes.data
-    found = divisors(per_rank)[:_MOST_MICRO_BATCHES]
-    if workload_of(spec.model).contrastive(spec) and found[-1] != per_rank:
-        found.append(per_rank)
+    sizes = divisors(per_rank)[:_MOST_MICRO_BATCHES]
+    if workload_of(spec.model).contrastive(spec) and sizes[-1] != per_rank:
+        sizes.append(per_rank)
     multiple = workload_of(spec.model).micro_batch_multiple(spec)
-    found = [size for size in found if size % multiple == 0] or found
+    sizes = [size for size in sizes if size % multiple == 0] or sizes
     if axes.virtual > 1:
-        found = [size for size in found if per_rank // size % axes.pipeline == 0]
+        sizes = [size for size in sizes if per_rank // size % axes.pipeline == 0]
     fewest = framework_of(spec).fewest_micro_batches(axes.pipeline)
-    return [size for size in found if per_rank // size >= fewest]
+    return [size for size in sizes if per_rank // size >= fewest]
 
 
 def build_layout(

@@ -50,10 +50,10 @@ def search_splits(
     for changed, _ in splits_by_memory(spec, device) if not spec.layout.pipeline_split else ():
         further = copy.deepcopy(counts)
         axes = axes_to_try(changed)
-        found = search(changed, device, axes, further, compared=compared, most_seconds=most_seconds)
-        results.append(replace(found, considered=refused.considered + found.considered))
-    chosen = choose([found.chosen for found in results if found.chosen is not None])
-    decisive = (found for found in results if (found.too_slow if chosen is None else found.chosen is chosen))
+        outcome = search(changed, device, axes, further, compared=compared, most_seconds=most_seconds)
+        results.append(replace(outcome, considered=refused.considered + outcome.considered))
+    chosen = choose([outcome.chosen for outcome in results if outcome.chosen is not None])
+    decisive = (outcome for outcome in results if (outcome.too_slow if chosen is None else outcome.chosen is chosen))
     return next(decisive, refused)
 
 

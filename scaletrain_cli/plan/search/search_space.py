@@ -42,15 +42,15 @@ class RejectionCounts:
         for code, params in self._found:
             words = tuple((name, None if _is_number(value) else value) for name, value in params)
             families.setdefault((code, words), []).append((code, params))
-        found = []
+        rejections = []
         for reasons in families.values():
             merged = len(reasons) > _MOST_PER_CODE
             for group in [reasons] if merged else [[reason] for reason in reasons]:
                 count = sum(self._found[reason][0] for reason in group)
                 code, params = group[0]
                 shown = {name: "N" if merged and _is_number(value) else value for name, value in params}
-                found.append(Rejection(Reason(code, shown), count, self._found[group[0]][1]))
-        return tuple(found)
+                rejections.append(Rejection(Reason(code, shown), count, self._found[group[0]][1]))
+        return tuple(rejections)
 
 
 def _is_number(value: Any) -> bool:
@@ -78,19 +78,19 @@ def axes_to_try(
     degrees = {axis: degrees_to_try(spec, axis, counts) for axis in AXES}
     by_engine = searches_engine(spec)  # which tries all combinations if it can run none
     early = None if counted or by_engine else worthwhile
-    found = []
+    combinations = []
     for axes in _combinations(spec, degrees, counts, every=counted, worthwhile=early):
         if early is not None and not early(axes):
             continue
         if (rule := next(broken_rules(spec, axes), None)) is None:
-            found.append(axes)
+            combinations.append(axes)
         elif counted:
             counts.add(rule.rejection, partial(_spelled, axes))
-    found = _runnable(spec, found, counts) if by_engine else found
+    combinations = _runnable(spec, combinations, counts) if by_engine else combinations
     if worthwhile is not None and early is None:
-        found = list(filter(worthwhile, found))
-    _count_zero_stages(spec, found, counts)
-    return found
+        combinations = list(filter(worthwhile, combinations))
+    _count_zero_stages(spec, combinations, counts)
+    return combinations
 
 
 def least_of_axes(spec: RunSpec, at_least: Callable[[Axes], float], value: Callable[[Axes], float]) -> float:
@@ -101,26 +101,26 @@ def least_of_axes(spec: RunSpec, at_least: Callable[[Axes], float], value: Calla
     """
     if searches_engine(spec):
         return min(map(value, axes_to_try(spec)), default=math.inf)
-    found, counts, allowing = math.inf, RejectionCounts(), opened(spec)
+    least, counts, allowing = math.inf, RejectionCounts(), opened(spec)
     degrees = {axis: degrees_to_try(allowing, axis, counts) for axis in AXES}
 
     def may_be_less(axes: Axes) -> bool:
-        return at_least(axes) < found
+        return at_least(axes) < least
 
     for axes in _combinations(allowing, degrees, counts, every=False, worthwhile=may_be_less):
         if may_be_less(axes) and not any(broken_rules(allowing, axes)):
-            found = min(found, value(axes))
-    return found
+            least = min(least, value(axes))
+    return least
 
 
 def _runnable(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> list[Axes]:
     """Return the combinations that the engine can run; if there are none, all of them, to be planned with a warning."""
     broken = {axes: next(axis_rules(spec, axes), None) for axes in all_axes}
-    found = [axes for axes, rule in broken.items() if rule is None]
-    for axes, rule in broken.items() if found else ():
+    runnable = [axes for axes, rule in broken.items() if rule is None]
+    for axes, rule in broken.items() if runnable else ():
         if rule is not None:
             counts.add(rule.rejection, partial(_spelled, axes))
-    return found or all_axes
+    return runnable or all_axes
 
 
 def _count_zero_stages(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> None:

@@ -123,15 +123,15 @@ def size_cluster(
     if spec.cluster.traits.max_nodes == 1 and limits.max_gpus >= 2 * spec.cluster.gpus_per_node:
         notes.append(Reason("plan.scheduler-is-one-node", {"scheduler": spec.cluster.scheduler}))
     if not any(meets(limits, each) for each in tried):
-        found, looked_at = _beyond(clusters, limits, names)
+        sufficient, looked_at = _beyond(clusters, limits, names)
         if objective == "gpus" and max_gpus is None and looked_at:  # the spec's number of GPUs is no limit then
             tried = sorted([*tried, *looked_at], key=lambda each: (names.index(each.gpu), each.row.nodes))
-            limits = replace(limits, max_gpus=found.gpus if found else max(each.row.gpus for each in tried))
+            limits = replace(limits, max_gpus=sufficient.gpus if sufficient else max(each.row.gpus for each in tried))
             tried = [each for each in tried if each.row.gpus <= limits.max_gpus]
         if not any(meets(limits, each) for each in tried):
             tried = with_closest(clusters, limits, tried)
             rows = [replace(each.row, why=_why_not(limits, each.row, None)) for each in tried]
-            raise _out_of_reach(spec, limits, rows, found)
+            raise _out_of_reach(spec, limits, rows, sufficient)
     best = min((each for each in tried if meets(limits, each)), key=lambda each: limits.rank(each.row))
     left_out = sum(each.row.least_seconds is not None for each in tried)
     considered = tuple(

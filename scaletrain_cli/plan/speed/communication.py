@@ -143,8 +143,8 @@ def _gathers(spec: RunSpec, layout: Layout, parameters: int) -> tuple[float, flo
     """
     small = elements_in_small_tensors(spec.transformer, layout.tensor_parallel, PERSISTENT_ELEMENTS)
     small = min(parameters, small)
-    found = gathered_on_rank(spec, layout, parameters)
-    large = (parameters - small) * found.gathered / max(1, found.elements)
+    weights = gathered_on_rank(spec, layout, parameters)
+    large = (parameters - small) * weights.gathered / max(1, weights.elements)
     return layout.gradient_accumulation_steps * large / parameters, small / parameters
 
 

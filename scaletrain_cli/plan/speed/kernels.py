@@ -215,5 +215,5 @@ def generation(name: str) -> str:
 
 
 def _generations() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = packaged_data("plan/speed/kernel_rates.json")["generations"]
-    return found
+    generations: dict[str, dict[str, Any]] = packaged_data("plan/speed/kernel_rates.json")["generations"]
+    return generations

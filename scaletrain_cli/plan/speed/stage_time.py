@@ -133,7 +133,7 @@ def stage_times(setting: StepSetting) -> list[MicroBatchTime]:
     traffic = block_traffic(spec, layout, setting.link, setting.profile)
     ends = embedding_time(model, work, setting.rate, trained.embedding), _head_time(setting, work)
     known: dict[object, MicroBatchTime] = {}
-    found = []
+    times = []
     places_differ = bool(trained.runs) or model.has_pattern
     for stage, first in zip(setting.stages, first_alike(setting.stages), strict=True):
         key: object = first
@@ -142,8 +142,8 @@ def stage_times(setting: StepSetting) -> list[MicroBatchTime]:
             key = (tuple((run.blocks, run.experts, run.training) for run in runs), stage.first, stage.last)
         if key not in known:
             known[key] = _stage(setting, work, traffic, ends, stage)
-        found.append(known[key])
-    return found
+        times.append(known[key])
+    return times
 
 
 class StageSizes(NamedTuple):

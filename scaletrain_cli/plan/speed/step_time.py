@@ -70,8 +70,8 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
 def plan_times(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[tuple[Time, Network]]:
     """Return the same as ``plan_time`` for layouts that differ only in the number of micro-batches per step."""
     stages = trained_stages(spec)
-    rows = [[_step_time(*found) for found in _micro_batches(spec, layouts, device, stage)] for stage in stages]
-    return [mean_of_stages(spec, [stage.steps for stage in stages], found) for found in zip(*rows, strict=True)]
+    rows = [[_step_time(*pair) for pair in _micro_batches(spec, layouts, device, stage)] for stage in stages]
+    return [mean_of_stages(spec, [stage.steps for stage in stages], times) for times in zip(*rows, strict=True)]
 
 
 def step_seconds(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[Time]:
@@ -79,23 +79,23 @@ def step_seconds(spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) 
     stages = trained_stages(spec)
     if len(stages) > 1:
         return [time for time, _ in plan_times(spec, layouts, device)]
-    return [_step_of_stage(*found)[0] for found in _micro_batches(spec, layouts, device, stages[0])]
+    return [_step_of_stage(*one)[0] for one in _micro_batches(spec, layouts, device, stages[0])]
 
 
-def mean_of_stages(spec: RunSpec, steps: Sequence[int], found: Sequence[tuple[Time, Network]]) -> tuple[Time, Network]:
+def mean_of_stages(spec: RunSpec, steps: Sequence[int], times: Sequence[tuple[Time, Network]]) -> tuple[Time, Network]:
     """Return the mean of the times of a run's stages over its ``steps``, and the traffic of the one that sends most.
 
     Rates follow from the mean step.
     """
-    if len(found) == 1:
-        return found[0]
-    pairs = [(count / spec.total_steps, time) for count, (time, _) in zip(steps, found, strict=True)]
+    if len(times) == 1:
+        return times[0]
+    pairs = [(count / spec.total_steps, time) for count, (time, _) in zip(steps, times, strict=True)]
     means = {name: sum(share * getattr(time, name) for share, time in pairs) for name in _ADDED}
     step = means["step"]
     # The share of the peak is that of the FLOPs of all stages.
     means |= {name: sum(share * getattr(time, name) * time.step for share, time in pairs) / step for name in _SHARES}
     time = max(pairs, key=lambda pair: pair[0])[1].of_step(**means, to_train=step * spec.total_steps)
-    return time, max((network for _, network in found), key=lambda network: network.per_step_bytes.data)
+    return time, max((network for _, network in times), key=lambda network: network.per_step_bytes.data)
 
 
 def trained_stage_time(

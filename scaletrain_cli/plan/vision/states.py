@@ -48,15 +48,15 @@ def trained_network(whole: VisionNetwork, model: VisionSpec | LlavaSpec, stage: 
                 replace(run, count=1, first=run.first + index, training=_training(run, index, trains, reached))
             )
     # Equal neighbors are one run, which is timed and sized once.
-    found: list[Block] = []
+    merged: list[Block] = []
     for block in blocks:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         alike = last is not None and last.operations is block.operations and last.training == block.training
         if last is not None and alike and last.first + last.count == block.first and block.place == "block":
-            found[-1] = replace(last, count=last.count + 1)
+            merged[-1] = replace(last, count=last.count + 1)
         else:
-            found.append(block)
-    return replace(whole, blocks=tuple(found))
+            merged.append(block)
+    return replace(whole, blocks=tuple(merged))
 
 
 def _training(run: Block, index: int, trains: Mapping[_Key, bool], reached: set[str]) -> str:

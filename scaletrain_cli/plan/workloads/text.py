@@ -100,13 +100,13 @@ class TextWorkload(Workload):
         stages = trained_stages(spec)
         if len(stages) == 1 or not framework_of(spec).is_engine:
             return ()
-        found = []
+        planned = []
         for stage in stages:
             fullest = max(trained_stage_memory(spec, layout, device, stage), key=lambda memory: memory.peak)
             seconds = trained_stage_time(spec, layout, device, stage)[0].step
             trained = trained_count(spec, stage)
-            found.append(TrainingStage(stage.first_step, stage.last_step, trained, fullest.peak, seconds))
-        return tuple(found)
+            planned.append(TrainingStage(stage.first_step, stage.last_step, trained, fullest.peak, seconds))
+        return tuple(planned)
 
     def fullest_memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
         """Return the memory of the fullest rank, and of the first of equal pipeline stages."""
@@ -152,12 +152,12 @@ class TextWorkload(Workload):
             return FullStage(Stage(0, alike, 0, True, True), 1.0, alike)
         per_rank = architecture.architecture(model, axes.tensor, axes.expert)
         stages = framework_of(spec).pipeline_stages(model, axes.pipeline, spec.layout.pipeline_split)
-        found = [
+        eligible = [
             stage for stage in stages if not stage.last and not (model.num_experts and (stage.first or stage.dense))
         ]
-        if not found:
+        if not eligible:
             return None
-        stage = max(found, key=lambda stage: stage.blocks)
+        stage = max(eligible, key=lambda stage: stage.blocks)
         return FullStage(stage, stage_shard(per_rank, stage).parameters / per_rank.parameters, alike)
 
     def block_bytes(self, spec: RunSpec, layout: Layout, device: Accelerator) -> int:

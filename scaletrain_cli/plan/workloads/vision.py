@@ -105,8 +105,8 @@ class ImageWorkload(Workload):
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator, *, least: bool = False) -> tuple[Time, Network]:
         """Return the time of a step, in which samples take the place of tokens: the mean over the steps of the run."""
         stages = stages_of_run(spec)
-        found = [self.stage_time(spec, layout, device, stage, least=least) for stage in stages]
-        return mean_of_stages(spec, [steps_of(spec, stage) for stage in stages], found)
+        times = [self.stage_time(spec, layout, device, stage, least=least) for stage in stages]
+        return mean_of_stages(spec, [steps_of(spec, stage) for stage in stages], times)
 
     def least_times(self, spec: RunSpec, layouts: Sequence[Layout], device: Accelerator) -> list[Time]:
         """Return the times without contrastive losses, second forward passes, and waiting for data."""

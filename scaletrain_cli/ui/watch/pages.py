@@ -290,7 +290,7 @@ def began(view: RunView) -> float:
 
 def _marks(view: RunView, choices: Choices) -> list[Mark]:
     """Return the starts of all attempts after the first, and the rollbacks."""
-    found = []
+    marks = []
     start = began(view) if choices.by_time else 0.0
     for event in view.events:
         name, at = event.get("event"), event.get("time")
@@ -299,10 +299,10 @@ def _marks(view: RunView, choices: Choices) -> list[Mark]:
         if not isinstance(place, int | float):
             continue
         if name == "rolled-back":
-            found.append(Mark(place, "R", _ROLLBACK))
+            marks.append(Mark(place, "R", _ROLLBACK))
         elif name in ("started", "resumed") and isinstance(event.get("attempt"), int) and event["attempt"] > 1:
-            found.append(Mark(place, str(event["attempt"]), _ATTEMPT))
-    return found
+            marks.append(Mark(place, str(event["attempt"]), _ATTEMPT))
+    return marks
 
 
 def _short(value: float) -> str:
@@ -418,9 +418,9 @@ def _table(
     """Return the line of titles and a line for each series, without columns that are empty everywhere."""
     cells = [list(map(plain, (title, *(name[place] for name in names)))) for place, title in enumerate(titles)]
     for title, value, text in columns:
-        found = [value(each) for each in series]
-        if any(one is not None for one in found):
-            cells.append([title, *("-" if one is None else text(one) for one in found)])
+        values = [value(each) for each in series]
+        if any(one is not None for one in values):
+            cells.append([title, *("-" if one is None else text(one) for one in values)])
     widths = [max(map(len, column)) for column in cells]
     lines = []
     for number in range(len(series) + 1):

@@ -136,12 +136,12 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 def _ticks(low: float, high: float, is_log: bool, height: int, y_text: Callable[[float], str]) -> dict[int, str]:
     """Return the labels of round values by row: about every third row has one."""
     wanted = max(2, min(6, height // 3))
-    found: dict[int, str] = {}
+    labels: dict[int, str] = {}
     for value in _round_values(low, high, wanted, is_log):
         row = round((high - value) / (high - low) * (height - 1))
-        if row not in found:
-            found[row] = y_text(10**value if is_log else value)
-    return found
+        if row not in labels:
+            labels[row] = y_text(10**value if is_log else value)
+    return labels
 
 
 def _round_values(low: float, high: float, wanted: int, is_log: bool) -> list[float]:

@@ -72,8 +72,8 @@ class Terminal:
     @property
     def size(self) -> tuple[int, int]:
         """Columns and rows."""
-        found = os.get_terminal_size(sys.stdout.fileno())
-        return max(20, found.columns), max(5, found.lines)
+        size = os.get_terminal_size(sys.stdout.fileno())
+        return max(20, size.columns), max(5, size.lines)
 
     @property
     def unicode(self) -> bool:

@@ -56,5 +56,5 @@ class ImageStepBatch(ImageMicroBatch):
         """Return the micro-batches, in the order of accumulation."""
         parts = zip(*[each.unbind() for each in self if each is not None], strict=True)
         names = [name for name, each in zip(self._fields, self, strict=True) if each is not None]
-        found = [ImageMicroBatch(**dict(zip(names, part, strict=True))) for part in parts]
-        return [each._replace(images=each.images.permute(0, 3, 1, 2)) for each in found]
+        batches = [ImageMicroBatch(**dict(zip(names, part, strict=True))) for part in parts]
+        return [each._replace(images=each.images.permute(0, 3, 1, 2)) for each in batches]

@@ -39,13 +39,13 @@ class CaptionTokenizer:
 
     def encode(self, captions: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return the ids of captions, [captions, positions]."""
-        found = np.full((len(captions), self.positions), self.padding, np.int64)
+        rows = np.full((len(captions), self.positions), self.padding, np.int64)
         # In Python's loop and not as a batch, which would start threads in every reader process.
-        for row, caption in zip(found, captions, strict=True):
+        for row, caption in zip(rows, captions, strict=True):
             ids = _opened(self.path, self.tokenizer_class).encode(caption, add_special_tokens=False).ids
             ids = [self.start, *ids[: self.positions - 2], self.end]
             row[: len(ids)] = ids
-        return found
+        return rows
 
 
 def caption_tokenizer(
@@ -71,10 +71,10 @@ def caption_tokenizer(
         if (number := tokenizer.token_to_id(name)) is None:
             raise UsageError(Reason("data.caption-token-absent", {"path": str(path), "token": name}))
         ids.append(number)
-    if (found := tokenizer.get_vocab_size()) > vocab_size:
-        params = {"path": str(path), "found": found, "vocab_size": vocab_size}
+    if (token_count := tokenizer.get_vocab_size()) > vocab_size:
+        params = {"path": str(path), "found": token_count, "vocab_size": vocab_size}
         raise UsageError(Reason("data.caption-vocabulary-too-large", params))
-    expected = found - 1 if eos_token_id == OLD_EOS else eos_token_id  # the largest token marks the end then
+    expected = token_count - 1 if eos_token_id == OLD_EOS else eos_token_id  # the largest token marks the end then
     if expected not in (None, ids[1]):
         params = {"path": str(path), "token": end, "id": ids[1], "expected": expected}
         if eos_token_id == OLD_EOS:

@@ -91,10 +91,10 @@ def normalized(
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
     """Return uint8 images [N, C, H, W] less ``mean`` over ``std`` of each channel, float32."""
-    found = images.to(torch.float32, memory_format=memory_format)
+    pixels = images.to(torch.float32, memory_format=memory_format)
     scale = torch.tensor([1 / (255 * each) for each in std], dtype=torch.float32)
     shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=torch.float32)
-    return found.mul_(_by_channel(scale, found)).add_(_by_channel(shift, found))
+    return pixels.mul_(_by_channel(scale, pixels)).add_(_by_channel(shift, pixels))
 
 
 def _by_channel(values: Tensor, images: Tensor) -> Tensor:

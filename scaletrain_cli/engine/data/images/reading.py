@@ -253,8 +253,8 @@ class RowPixels:
         """
         transform, decoded = self.transform, decoder_of(self.decoder)
         chosen = list(map(int, numbers))
-        found = np.empty((len(chosen), transform.size, transform.size, transform.channels), np.uint8)
+        pixels = np.empty((len(chosen), transform.size, transform.size, transform.channels), np.uint8)
         for place, number in enumerate(chosen):
             stored = images.read(number)
-            found[place] = transform.evaluation(decoded(stored.content, stored.place, transform.channels))
-        return torch.from_numpy(found)
+            pixels[place] = transform.evaluation(decoded(stored.content, stored.place, transform.channels))
+        return torch.from_numpy(pixels)

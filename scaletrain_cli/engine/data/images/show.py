@@ -110,9 +110,9 @@ class ShownImages:
             return image
         top, left, height, width = (int(each) for each in reader.transform.erased(key))
         mean, _ = self._spec.data.images.normalization(self._spec.model.family, reader.transform.channels)
-        found = np.array(image)
-        found[top : top + height, left : left + width] = np.rint(np.array(mean) * 255).astype(np.uint8)
-        return found
+        pixels = np.array(image)
+        pixels[top : top + height, left : left + width] = np.rint(np.array(mean) * 255).astype(np.uint8)
+        return pixels
 
     def _described(self, reader: ImageBatchReader, source: int, sample: ImageSample) -> dict[str, Any]:
         width, height = size_of(sample.image, sample.place)
@@ -129,19 +129,19 @@ class ShownImages:
         """Return label, class names, caption, and the tokens of the caption."""
         samples: Any = self._data.samples
         label, names = sample.label, samples.class_names
-        found: str | list[str] | None = None
+        classes: str | list[str] | None = None
         if isinstance(label, int):
-            found = names[label] if names else str(label)
+            classes = names[label] if names else str(label)
         elif isinstance(label, tuple) and self._spec.training.objective == "classification":
             numbers = [number for number, value in enumerate(label) if value]
-            found = [names[number] if names else str(number) for number in numbers]
+            classes = [names[number] if names else str(number) for number in numbers]
         tokens = cut = None
         if reader.captions is not None and sample.caption is not None:
             tokens = reader.captions.length(sample.caption)
             cut = tokens > reader.captions.positions
         return {
             "label": list(label) if isinstance(label, tuple) else label,
-            "class": found,
+            "class": classes,
             "caption": sample.caption,
             "tokens": tokens,
             "cut": cut,

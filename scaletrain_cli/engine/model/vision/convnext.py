@@ -127,8 +127,8 @@ class ConvNextForImageClassification(ImageClassifier):
     def blocks(self) -> nn.ModuleDict:
         """The residual blocks in order: ``STAGE_NUMBER``."""
         stages: Any = enumerate(self.convnext.encoder.stages)
-        found = {f"{stage}_{number}": each for stage, part in stages for number, each in enumerate(part.layers)}
-        return nn.ModuleDict(found)
+        blocks = {f"{stage}_{number}": each for stage, part in stages for number, each in enumerate(part.layers)}
+        return nn.ModuleDict(blocks)
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
         is_scale = name.endswith(".layer_scale_parameter")

@@ -116,10 +116,10 @@ class Cluster:
     def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """Return one object, or None if none has this name. Raises NotServedError if the cluster has no such kind."""
         try:
-            found = self._in_served_version(
+            answer = self._in_served_version(
                 kind, lambda served: self._json("get", served, served.path(namespace, name))
             )
-            return kinds.as_newest(kind, found)
+            return kinds.as_newest(kind, answer)
         except NotServedError:
             raise
         except RefusedError as error:
@@ -129,18 +129,18 @@ class Cluster:
 
     def find(self, kind: Kind, namespace: str, *, labels: str = "", fields: str = "") -> list[Object]:
         """Return all objects that match the selectors."""
-        found = self._in_served_version(kind, lambda served: self._find(served, namespace, labels, fields))
-        return [kinds.as_newest(kind, item) for item in found]
+        objects = self._in_served_version(kind, lambda served: self._find(served, namespace, labels, fields))
+        return [kinds.as_newest(kind, item) for item in objects]
 
     def _find(self, kind: Kind, namespace: str, labels: str, fields: str) -> list[Object]:
-        found: list[Object] = []
+        objects: list[Object] = []
         more: str | None = None
         selectors = {"label_selector": labels or None, "field_selector": fields or None}
         while True:
             page = self._json("get", kind, kind.path(namespace), limit=_PAGE, _continue=more, **selectors)
-            found += page.get("items", [])
+            objects += page.get("items", [])
             if not (more := page.get("metadata", {}).get("continue")):
-                return found
+                return objects
 
     def _in_served_version(self, kind: Kind, send: Callable[[Kind], _Answer]) -> _Answer:
         """Call ``send`` with the version of the kind that the cluster serves, and return its result.
@@ -171,8 +171,8 @@ class Cluster:
 
     def events(self, namespace: str, name: str) -> list[Object]:
         """Return the events of the objects of this name, oldest first. The server keeps events for about an hour."""
-        found = self.find(kinds.EVENT, namespace, fields=f"involvedObject.name={name}")
-        return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+        events = self.find(kinds.EVENT, namespace, fields=f"involvedObject.name={name}")
+        return sorted(events, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
     def apply(self, body: Object, *, dry_run: bool = False) -> Object:
         """Create or update the object, or with ``dry_run`` only validate it. Return the server's version of it.
@@ -288,12 +288,12 @@ class Cluster:
 
     def _serves(self, kind: Kind) -> bool:
         try:
-            found = self._json("get", kind, kind.root)
+            answer = self._json("get", kind, kind.root)
         except RefusedError as error:
             if error.status == 404:
                 return False
             raise
-        return any(resource.get("name") == kind.plural for resource in found.get("resources", []))
+        return any(resource.get("name") == kind.plural for resource in answer.get("resources", []))
 
     def version(self, timeout_seconds: float = _READ_SECONDS) -> str:
         """Return the server's version, such as ``v1.36.2``. This is the cheapest request that the server answers."""

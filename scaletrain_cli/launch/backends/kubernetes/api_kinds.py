@@ -107,9 +107,9 @@ def kind_of(body: Object) -> Kind:
     """Return the kind of an object that the back end creates."""
     group, _, version = str(body["apiVersion"]).rpartition("/")
     given = (group, body["kind"])
-    found = [kind for kind in _APPLIED if (kind.group, kind.name) == given and version in (kind.version, *kind.older)]
-    assert found, f"{body['apiVersion']} {body['kind']} is not a kind that this launcher creates"
-    return found[0]
+    kinds = [kind for kind in _APPLIED if (kind.group, kind.name) == given and version in (kind.version, *kind.older)]
+    assert kinds, f"{body['apiVersion']} {body['kind']} is not a kind that this launcher creates"
+    return kinds[0]
 
 
 # Choose the version in which a cluster serves a kind. The API server is asked once for each group (``/apis/GROUP``).
@@ -132,9 +132,9 @@ class ServedVersions:
     def of_group(self, group: str) -> tuple[str, ...] | None:
         """Return the versions of a group, the server's preferred one first; None if they are not known."""
         if group not in self._groups:
-            found = self._ask(group)
-            versions = [str(each.get("version", "")) for each in (found or {}).get("versions", ())]
-            self._groups[group] = None if found == {} else tuple(versions)
+            answer = self._ask(group)
+            versions = [str(each.get("version", "")) for each in (answer or {}).get("versions", ())]
+            self._groups[group] = None if answer == {} else tuple(versions)
         return self._groups[group]
 
     def candidates(self, kind: Kind) -> list[Kind]:
@@ -144,8 +144,8 @@ class ServedVersions:
         """
         known = [kind, *(dataclasses.replace(kind, version=version) for version in kind.older)]
         served = self.of_group(kind.group) if kind.older else None
-        found = known if served is None else [one for one in known if one.version in served]
-        return sorted(found, key=lambda one: one != self._used.get(kind))
+        kinds = known if served is None else [one for one in known if one.version in served]
+        return sorted(kinds, key=lambda one: one != self._used.get(kind))
 
     def found(self, kind: Kind, served: Kind) -> None:
         """Remember in which version the server has the kind."""

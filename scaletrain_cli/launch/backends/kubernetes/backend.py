@@ -174,16 +174,16 @@ class KubernetesBackend(Backend):
         cluster = self._cluster(record.spec)
         rendered, excluded = self._manifest(run, record, lambda: cluster)
         spec, workload = record.spec.cluster.kubernetes, rendered.workload
-        found = cluster.get(kind_of(rendered.workload_object), spec.used_namespace, workload.name)
-        if found is not None:
-            refuse_foreign(cluster, found, rendered, record)
+        existing = cluster.get(kind_of(rendered.workload_object), spec.used_namespace, workload.name)
+        if existing is not None:
+            refuse_foreign(cluster, existing, rendered, record)
         else:  # of a request that was lost: nothing can change its ConfigMap
             remove_leftovers(cluster, workload, spec.used_namespace, record)
         if not has_archive(rendered.objects[0].get("binaryData", {})):
             upload_code(run, record)
         try:
             with submission_recorded(run, JobRef(workload.id, spec.used_namespace, spec.context)):
-                apply_owned(cluster, rendered.objects, found)
+                apply_owned(cluster, rendered.objects, existing)
         except SchedulerSilentError as error:
             failure = error.reason or recorded(error.message)
             raise SchedulerSilentError(reason("submission-unanswered", failure=failure, run=run.run_id)) from error

@@ -89,8 +89,8 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
         yield problem(spec, "queue", refused, kubernetes.queue)
     yield from _quota(cluster, spec, whole, pod)
     for check in _admission_checks(whole):
-        found = cluster.get(kinds.ADMISSION_CHECK, "", check)
-        if found is not None and found["spec"]["controllerName"] == _MULTIKUEUE:
+        admission = cluster.get(kinds.ADMISSION_CHECK, "", check)
+        if admission is not None and admission["spec"]["controllerName"] == _MULTIKUEUE:
             yield problem(spec, "queue", reason("queue-of-other-clusters", queue=name, check=check), kubernetes.queue)
 
 
@@ -182,16 +182,16 @@ def amounts(pod: Object, part: str = "requests") -> dict[str, Fraction]:
 
     Those of its containers and side-cars together, but at least those of each container that runs before them.
     """
-    found: dict[str, Fraction] = {}
+    by_resource: dict[str, Fraction] = {}
     beside, others = pod.get("containers") or (), pod.get("initContainers") or ()
     first = [each for each in others if each.get("restartPolicy") != "Always"]
     for container in (*beside, *(each for each in others if each not in first), *first):
         resources = container.get("resources", {})
         requested = resources.get("requests", {}) if part == "requests" else {}
         for name, text in {**resources.get("limits", {}), **requested}.items():
-            before, amount = found.get(name, Fraction(0)), parse_quantity(text)
-            found[name] = max(before, amount) if container in first else before + amount
-    return found
+            before, amount = by_resource.get(name, Fraction(0)), parse_quantity(text)
+            by_resource[name] = max(before, amount) if container in first else before + amount
+    return by_resource
 
 
 def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
@@ -199,12 +199,12 @@ def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fo
     nodes = spec.cluster.nodes
     needed = _needed(spec, pod) | {"pods": Fraction(nodes)}
     needed |= {f"limits.{name}": amount * nodes for name, amount in amounts(pod, "limits").items()}
-    found, namespace = [], spec.cluster.kubernetes.used_namespace
+    quotas, namespace = [], spec.cluster.kubernetes.used_namespace
     for quota in cluster.find(kinds.RESOURCE_QUOTA, namespace):
         status = quota.get("status", {})
         if quota.get("spec", {}).get("scopes") or quota.get("spec", {}).get("scopeSelector"):
             continue  # its scope may not include these pods
-        found.append(quota)
+        quotas.append(quota)
         for limited, hard in status.get("hard", {}).items():
             if (wanted := needed.get(limited.removeprefix("requests."))) is None:
                 continue
@@ -217,7 +217,7 @@ def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fo
             elif wanted > most - used:
                 used_now = str(status["used"][limited])
                 yield reason("namespace-quota-used", quota=name, total=str(hard), resource=limited, used=used_now)
-    yield from _unstated(spec, pod, found, cluster.find(kinds.LIMIT_RANGE, namespace))
+    yield from _unstated(spec, pod, quotas, cluster.find(kinds.LIMIT_RANGE, namespace))
 
 
 # What every container must state under a quota of it (k8s.io/kubernetes, pkg/quota/v1/evaluator/core/pods.go).
@@ -271,7 +271,7 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
     candidates = [_fit(nodes, amounts(pod), placement) for placement in placements]
     if not candidates:
         return
-    fits, cordoned, unfit = max(candidates, key=lambda found: found[:2])
+    fits, cordoned, unfit = max(candidates, key=lambda fit: fit[:2])
     if fits >= spec.cluster.nodes:
         return
     if fits + cordoned >= spec.cluster.nodes:
@@ -307,11 +307,11 @@ def _placements(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Pla
     if name is None or (queue := cluster.get(kinds.CLUSTER_QUEUE, "", name)) is None:
         return [], False  # reported by the check of the queue
     flavors = {flavor["metadata"]["name"]: flavor for flavor in cluster.find(kinds.FLAVOR, "")}
-    found: list[_Placement] = []
+    placements: list[_Placement] = []
     for name in flavors_for(queue, flavors, _needed(spec, pod), pod):
         more = flavors[name].get("spec", {})
-        found.append(({**more.get("nodeLabels", {}), **selector}, [*tolerations, *more.get("tolerations", ())]))
-    return found, bool(_admission_checks(queue))
+        placements.append(({**more.get("nodeLabels", {}), **selector}, [*tolerations, *more.get("tolerations", ())]))
+    return placements, bool(_admission_checks(queue))
 
 
 def _fit(
@@ -345,8 +345,8 @@ def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> E
     wanted = {} if cluster.gpu == "cpu" else {cluster.kubernetes.gpu_resource: cluster.gpus_per_node}
 
     def nodes() -> dict[str, bool]:
-        found = reach().find(kinds.NODE, "")
-        return {node["metadata"]["name"]: not misfits(node, wanted, {}, None) for node in found}
+        all_nodes = reach().find(kinds.NODE, "")
+        return {node["metadata"]["name"]: not misfits(node, wanted, {}, None) for node in all_nodes}
 
     return next_exclusion(run, nodes, cluster.nodes)
 

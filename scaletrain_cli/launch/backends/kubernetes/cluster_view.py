@@ -81,7 +81,7 @@ class Runs:
 def queue_rows(runs: Runs, queues: Mapping[str, str], gpu_resource: str, now: float) -> tuple[QueueRow, ...]:
     """Return the running jobs, then the waiting ones in order. ``queues`` maps a LocalQueue to its ClusterQueue."""
     waiting = sorted(filter(_waits, runs.queued), key=_order)
-    found: list[tuple[tuple[bool, float, float], QueueRow]] = []
+    rows: list[tuple[tuple[bool, float, float], QueueRow]] = []
     for backend, seen in runs.seen():
         assert seen.workload is not None
         metadata, queued = seen.workload["metadata"], seen.queued
@@ -110,8 +110,8 @@ def queue_rows(runs: Runs, queues: Mapping[str, str], gpu_resource: str, now: fl
             start=min(starts) if starts and job.state == "running" else None,
         )
         order = _order(queued) if queued is not None else (0.0, unix_time(metadata["creationTimestamp"]))
-        found.append(((job.state != "running", *order), row))
-    return tuple(row for _, row in sorted(found, key=lambda item: item[0]))
+        rows.append(((job.state != "running", *order), row))
+    return tuple(row for _, row in sorted(rows, key=lambda item: item[0]))
 
 
 def count_other_jobs(
@@ -241,7 +241,7 @@ def fetch_objects(cluster: Cluster, namespace: str) -> ClusterObjects:
     queued = list_allowed(kinds.WORKLOAD)
     nodes = list_allowed(kinds.NODE, "")
     runs = Runs(
-        tuple((name, one) for name, found in workloads.items() for one in found),
+        tuple((name, one) for name, objects in workloads.items() for one in objects),
         tuple(cluster.find(kinds.POD, namespace, labels=MANAGED)),
         queued or (),
         list_allowed(kinds.POD_GROUP) or () if workloads["volcano"] else (),
@@ -289,7 +289,7 @@ def _gpu_rows(nodes: Iterable[Object], pods: Iterable[Object], resource: str) ->
     for node in nodes:
         if _count(node, "capacity", resource):
             having.setdefault(node["metadata"].get("labels", {}).get(_PRODUCT, resource), []).append(node)
-    found = []
+    rows = []
     for kind, members in having.items():
         total = healthy = taken = free_nodes = 0
         for node in members:
@@ -298,8 +298,8 @@ def _gpu_rows(nodes: Iterable[Object], pods: Iterable[Object], resource: str) ->
             held = min(usable, used[node["metadata"]["name"]])
             total, healthy, taken = total + capacity, healthy + usable, taken + held
             free_nodes += usable == capacity and not held
-        found.append(GpuRow(kind, total, taken, healthy - taken, total - healthy, len(members), free_nodes))
-    return tuple(found)
+        rows.append(GpuRow(kind, total, taken, healthy - taken, total - healthy, len(members), free_nodes))
+    return tuple(rows)
 
 
 def _count(node: Object, key: str, resource: str) -> int:

@@ -168,7 +168,7 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] 
     if (failed := condition(workload, "Failed")) is None:
         return None
     below = [*([seen.jobset] if seen.jobset is not None else []), *seen.jobs]  # nearer to the cause
-    children = [_reason_words(found) for item in below if (found := condition(item, "Failed")) is not None]
+    children = [_reason_words(failure) for item in below if (failure := condition(item, "Failed")) is not None]
     own = _reason_words(failed)
     more = [words for words in dict.fromkeys(children) if words and words not in own]
     reported = (
@@ -227,14 +227,14 @@ def failed_pod(pods: Sequence[Object]) -> tuple[Reason, ...]:
 
 def steps_reported(pods: Sequence[Object]) -> dict[str, float]:
     """Return ``{"step": N}`` of the newest attempt that a pod reported at its end; empty if none did."""
-    found = [
+    steps = [
         (message.end.attempt or 0, message.end.step)
         for pod in pods
         if (ended := own_container(pod).get("state", {}).get("terminated")) is not None
         and (message := read_termination_message(str(ended.get("message", "")))) is not None
         and message.end.step is not None
     ]
-    return {"step": max(found)[1]} if found else {}
+    return {"step": max(steps)[1]} if steps else {}
 
 
 def _terminating(pods: Sequence[Object], seen: Observation, doing: str) -> tuple[Reason, ...]:
@@ -249,12 +249,12 @@ def _terminating(pods: Sequence[Object], seen: Observation, doing: str) -> tuple
 def _silent_nodes(pods: Sequence[Object], seen: Observation) -> dict[str, int]:
     """Return the nodes that do not report, with the number of the pods on each."""
     known = {node["metadata"]["name"]: is_ready(node) for node in seen.nodes}
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for pod in pods:
         name = pod.get("spec", {}).get("nodeName")
         if name and not known.get(name, reports(pod)):
-            found[name] = found.get(name, 0) + 1
-    return dict(sorted(found.items()))
+            counts[name] = counts.get(name, 0) + 1
+    return dict(sorted(counts.items()))
 
 
 def _silence(nodes: Mapping[str, int]) -> tuple[Reason, ...]:
@@ -302,8 +302,8 @@ def _why_suspended(workload: Object, seen: Observation) -> Explanation:
 def _why_pods_were_lost(seen: Observation) -> Reason | None:
     """Return why pods that Kueue removed did not become ready, from their events: an image before other reasons."""
     of_pods = [event for event in seen.events if event.get("involvedObject", {}).get("kind") == "Pod"]
-    found = [why for event in reversed(of_pods) if (why := messages.event_reason(event)) is not None]
-    return next(iter((*[why for why in found if why.code == "kubernetes.image-event"], *found)), None)
+    reasons = [why for event in reversed(of_pods) if (why := messages.event_reason(event)) is not None]
+    return next(iter((*[why for why in reasons if why.code == "kubernetes.image-event"], *reasons)), None)
 
 
 def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
@@ -380,9 +380,9 @@ def size_of(workload: Object) -> int:
     return int(spec.get("trainer", {}).get("numNodes", 1))
 
 
-def _message(found: Object) -> str:
-    return messages.one_line(found.get("message"))
+def _message(condition: Object) -> str:
+    return messages.one_line(condition.get("message"))
 
 
-def _reason_words(found: Object) -> str:
-    return ": ".join(part for part in (str(found.get("reason", "")), _message(found)) if part)
+def _reason_words(condition: Object) -> str:
+    return ": ".join(part for part in (str(condition.get("reason", "")), _message(condition)) if part)

@@ -92,9 +92,9 @@ def why_it_waits(run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
     return Finding.because(meaning.cause, headline, evidence, needs_action=meaning.needs_action)
 
 
-def what_never_ends(run: RunDir, record: RunRecord, found: Sequence[StuckJob]) -> Iterator[Finding]:
+def what_never_ends(run: RunDir, record: RunRecord, jobs: Sequence[StuckJob]) -> Iterator[Finding]:
     """Yield a finding for each case in which Kubernetes never ends a job by itself."""
-    for stuck in found:
+    for stuck in jobs:
         headline = reason(f"explain-{stuck.kind}", **stuck.reason.params, **_names(run, record))
         evidence = (Evidence.because("the cluster", stuck.reason),)
         yield Finding.because(stuck.kind, headline, evidence, needs_action=True)

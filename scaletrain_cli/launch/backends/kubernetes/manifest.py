@@ -206,9 +206,9 @@ def manifest(
 
 def require_submittable(spec: RunSpec) -> None:
     """Raise SpecError with every setting that is missing for a submission, or that no object can hold."""
-    found = (*_missing(spec), *_unrenderable(spec))
-    if found:
-        raise SpecError(reason("not-submittable"), found)
+    problems = (*_missing(spec), *_unrenderable(spec))
+    if problems:
+        raise SpecError(reason("not-submittable"), problems)
 
 
 def _unrenderable(spec: RunSpec) -> Iterator[Problem]:

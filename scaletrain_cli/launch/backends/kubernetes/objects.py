@@ -72,13 +72,13 @@ def remove_leftovers(cluster: Cluster, workload: names.Workload, namespace: str,
                 cluster.delete(kind, namespace, name, uid=there["metadata"]["uid"], background=True)  # at once
 
 
-def apply_owned(cluster: Cluster, objects: Sequence[Object], found: Object | None) -> None:
+def apply_owned(cluster: Cluster, objects: Sequence[Object], existing: Object | None) -> None:
     """Apply the objects, the workload last, and make it the owner of the others. A refusal deletes what was created."""
     *others, workload = objects
     made: list[Object] = []
 
     def delete_made() -> None:
-        for body in made if found is None else ():
+        for body in made if existing is None else ():
             with contextlib.suppress(SchedulerError):
                 metadata = body["metadata"]
                 cluster.delete(kinds.kind_of(body), metadata["namespace"], metadata["name"])
@@ -87,7 +87,7 @@ def apply_owned(cluster: Cluster, objects: Sequence[Object], found: Object | Non
         for body in others:
             _apply_until_answered(cluster, body)
             made.append(body)
-        created = found if found is not None else _apply_workload(cluster, workload)
+        created = existing if existing is not None else _apply_workload(cluster, workload)
     owner = {key: created[key] for key in ("apiVersion", "kind")}
     owner |= {key: created["metadata"][key] for key in ("name", "uid")}
     for body in others:
@@ -157,10 +157,10 @@ def _apply_until_answered(cluster: Cluster, body: Object, *, is_new: bool = Fals
     raise lost
 
 
-def refuse_foreign(cluster: Cluster, found: Object, rendered: Manifest, record: RunRecord) -> None:
+def refuse_foreign(cluster: Cluster, existing: Object, rendered: Manifest, record: RunRecord) -> None:
     """Raise SchedulerError if the existing object belongs to another submission."""
-    workload, metadata = rendered.workload, found["metadata"]
-    name, marks = f"{found['kind']} {metadata['name']}", metadata.get("annotations", {})
+    workload, metadata = rendered.workload, existing["metadata"]
+    name, marks = f"{existing['kind']} {metadata['name']}", metadata.get("annotations", {})
     if marks.get(names.RUN_ID_ANNOTATION) != workload.run_id:
         other = marks.get(names.RUN_ID_ANNOTATION)
         known = reason("object-of-other-run", where=cluster.where, object=name, owner=other)
@@ -168,7 +168,7 @@ def refuse_foreign(cluster: Cluster, found: Object, rendered: Manifest, record: 
     documents = cluster.get(kinds.CONFIG_MAP, metadata["namespace"], workload.config_map)
     theirs = (documents or {}).get("metadata", {}).get("annotations", {}).get(names.DOCUMENTS_ANNOTATION)
     ours = rendered.objects[0]["metadata"]["annotations"][names.DOCUMENTS_ANNOTATION]
-    if not names.belongs_to(found, record):
+    if not names.belongs_to(existing, record):
         since = metadata.get("creationTimestamp")
         params = {"where": cluster.where, "object": name, "since": since, "run": workload.run_id}
         raise SchedulerError(reason("object-of-same-id", **params))
@@ -196,5 +196,5 @@ def force_delete(cluster: Cluster, namespace: str, seen: Observation, now: float
         dead = {node["metadata"]["name"] for node in seen.nodes if not is_ready(node)}
         active = [pod for pod in seen.pods if not has_ended(pod)]
         names += [pod["metadata"]["name"] for pod in active if pod.get("spec", {}).get("nodeName") in dead]
-    found = dict.fromkeys(names)
-    return [name for name in found if cluster.delete(kinds.POD, namespace, name, uid=by_name[name], at_once=True)]
+    unique = dict.fromkeys(names)
+    return [name for name in unique if cluster.delete(kinds.POD, namespace, name, uid=by_name[name], at_once=True)]

@@ -45,9 +45,9 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
     Raises SchedulerError. Details that the user may not read are left out.
     """
     backend, _, name = job_id.partition("/")
-    found = workloads_of(cluster, kinds.BACKENDS[backend], namespace, record)
-    workload = next((one for one in found if one["metadata"]["name"] == name), None)
-    others = tuple(one for one in found if one is not workload)
+    workloads = workloads_of(cluster, kinds.BACKENDS[backend], namespace, record)
+    workload = next((one for one in workloads if one["metadata"]["name"] == name), None)
+    others = tuple(one for one in workloads if one is not workload)
     instance = f"{names.INSTANCE_LABEL}={name}"
     jobset = _allowed(lambda: cluster.get(kinds.JOB_SET, namespace, name)) if backend == "trainjob" else None
     if jobset is not None and not names.belongs_to(jobset, record):
@@ -88,8 +88,8 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
 
 def workloads_of(cluster: Cluster, kind: Kind, namespace: str, record: RunRecord) -> list[Object]:
     """Return this run's workloads of one kind, the newest first, also those that are not recorded here."""
-    found = cluster.find(kind, namespace, labels=f"{names.RUN_LABEL}={names.run_label(record.run_id)}")
-    own = [one for one in found if names.belongs_to(one, record) and not is_trainers(one)]
+    workloads = cluster.find(kind, namespace, labels=f"{names.RUN_LABEL}={names.run_label(record.run_id)}")
+    own = [one for one in workloads if names.belongs_to(one, record) and not is_trainers(one)]
     named = [{"apiVersion": kind.api_version, "kind": kind.name, **one} for one in own]  # list items may lack both
     return sorted(named, key=lambda one: names.submission_number(one["metadata"]["name"]), reverse=True)
 
@@ -103,8 +103,8 @@ def index_of(pod: Object) -> int:
     """Return the index of the pod in the gang; 0 if it has none."""
     metadata = pod["metadata"]
     marks = {**metadata.get("labels", {}), **metadata.get("annotations", {})}
-    found = marks.get("batch.kubernetes.io/job-completion-index", marks.get("volcano.sh/task-index", ""))
-    return int(found) if found.isdigit() else 0
+    index = marks.get("batch.kubernetes.io/job-completion-index", marks.get("volcano.sh/task-index", ""))
+    return int(index) if index.isdigit() else 0
 
 
 def own_container(pod: Object) -> Object:
@@ -115,8 +115,8 @@ def own_container(pod: Object) -> Object:
 
 def reports(pod: Object) -> bool:
     """Return whether the pod's node reports. A pod with ready containers is unready only if its node does not."""
-    found = {each.get("type"): each.get("status") for each in pod.get("status", {}).get("conditions", ())}
-    return found.get("Ready") != "False" or found.get("ContainersReady") == "False"
+    statuses = {each.get("type"): each.get("status") for each in pod.get("status", {}).get("conditions", ())}
+    return statuses.get("Ready") != "False" or statuses.get("ContainersReady") == "False"
 
 
 def _allowed(send: Callable[[], T]) -> T | None:
@@ -130,9 +130,9 @@ def _allowed(send: Callable[[], T]) -> T | None:
 def owned_by(owner: Object, candidates: Iterable[Object]) -> Object | None:
     """Return the object that a controller created for ``owner``: Kueue's Workload or Volcano's PodGroup."""
     uid = owner["metadata"].get("uid")
-    for found in candidates:
-        if any(reference.get("uid") == uid for reference in found["metadata"].get("ownerReferences", ())):
-            return found
+    for candidate in candidates:
+        if any(reference.get("uid") == uid for reference in candidate["metadata"].get("ownerReferences", ())):
+            return candidate
     return None
 
 
@@ -148,12 +148,12 @@ def _events(
         return []
     asked = [name, *(job["metadata"]["name"] for job in jobs)] if not pods else []
     asked += [pod["metadata"]["name"] for pod in waiting[:_MOST_PODS_QUERIED]]
-    found = [event for each in asked for event in cluster.events(namespace, each)]
+    events = [event for each in asked for event in cluster.events(namespace, each)]
     if of_lost_pods:
         start = f"{name}-{names.NODE}-"
         of_pods = cluster.find(kinds.EVENT, namespace, fields="involvedObject.kind=Pod,type=Warning")
-        found += [event for event in of_pods if str(event.get("involvedObject", {}).get("name", "")).startswith(start)]
-    return found
+        events += [event for event in of_pods if str(event.get("involvedObject", {}).get("name", "")).startswith(start)]
+    return events
 
 
 def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[Object, ...], bool]:
@@ -174,8 +174,8 @@ def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[
             return [node for node in cluster.find(kinds.NODE, "") if node["metadata"]["name"] in chosen]
         return [node for name in sorted(chosen) if (node := cluster.get(kinds.NODE, "", name)) is not None]
 
-    found = _allowed(send) if chosen else []
-    return tuple(found or ()), found is not None
+    nodes = _allowed(send) if chosen else []
+    return tuple(nodes or ()), nodes is not None
 
 
 def is_ready(node: Object) -> bool:
@@ -185,8 +185,8 @@ def is_ready(node: Object) -> bool:
 
 def condition(item: Object, *kinds: str, status: str = "True") -> Object | None:
     """Return the first condition of an object with one of these types and this status, or None."""
-    found = item.get("status", {}).get("conditions", ())
-    return next((each for each in found if each.get("type") in kinds and each.get("status") == status), None)
+    conditions = item.get("status", {}).get("conditions", ())
+    return next((each for each in conditions if each.get("type") in kinds and each.get("status") == status), None)
 
 
 def has_ended(pod: Object) -> bool:

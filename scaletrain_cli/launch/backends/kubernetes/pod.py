@@ -124,14 +124,14 @@ def tolerations(spec: RunSpec) -> list[dict[str, Any]]:
     if cluster.spot and kubernetes.spot_taint != "none":
         chosen = _SPOT_TAINTS if kubernetes.spot_taint == "auto" else [kubernetes.spot_taint]
         taints += [*(_SPOT_TAINTS[provider] for provider in chosen), _OWN_SPOT_TAINT]
-    found: list[dict[str, Any]] = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
+    tolerations: list[dict[str, Any]] = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
     # Instead of the default of 300 s, during which the gang of a lost node would not restart.
     seconds = math.ceil(kubernetes.not_ready_seconds)
-    found += [
+    tolerations += [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
         for key in _NODE_UNHEALTHY
     ]
-    return [*found, *map(_own_toleration, kubernetes.tolerations)]
+    return [*tolerations, *map(_own_toleration, kubernetes.tolerations)]
 
 
 def _own_toleration(own: TolerationSpec) -> dict[str, Any]:

@@ -445,12 +445,12 @@ def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
     if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         return kind(reason("volume-write-failed", folder=str(error.filename or folder), said=said, **pods))
     try:
-        found, flags = folder.stat(), os.statvfs(folder).f_flag
+        status, flags = folder.stat(), os.statvfs(folder).f_flag
     except OSError:
         return kind(reason("volume-write-failed", folder=str(folder), said=str(error), **pods))
     if flags & os.ST_RDONLY:
         return kind(reason("volume-read-only", folder=str(folder)))
-    owner = {"owner": found.st_uid, "group": found.st_gid, "mode": f"{stat.S_IMODE(found.st_mode):04o}"}
+    owner = {"owner": status.st_uid, "group": status.st_gid, "mode": f"{stat.S_IMODE(status.st_mode):04o}"}
     return kind(reason("volume-of-other-user", folder=str(folder), **pods, **owner))
 
 

@@ -67,9 +67,9 @@ def termination_text(end: PodEnd, node: str, secrets: Collection[str] | None = (
     code = {"code": end.reason.code}
     choices = ({**reason, "text": text}, reason, {**code, "text": cut}, code) if secrets is not None else (code,)
     for more in choices:
-        found = json.dumps(hide_values_in(whole | more, secrets or ()), ensure_ascii=False, default=str)
-        if len(found.encode("utf-8", "replace")) <= _MOST_BYTES:
-            return found
+        message = json.dumps(hide_values_in(whole | more, secrets or ()), ensure_ascii=False, default=str)
+        if len(message.encode("utf-8", "replace")) <= _MOST_BYTES:
+            return message
     return json.dumps({**whole, "node": ""})
 
 
@@ -84,18 +84,18 @@ def read_termination_message(text: str) -> TerminationMessage | None:
     if not text.startswith("{"):
         return None
     try:
-        found = json.loads(text)
+        message = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if found.get("scaletrain") != _MARK or not isinstance(found.get("exit_code"), int):
+    if message.get("scaletrain") != _MARK or not isinstance(message.get("exit_code"), int):
         return None
-    code = str(found.get("code", ""))
-    reason = reason_from(found) if "params" in found else recorded(str(found.get("text") or code))
+    code = str(message.get("code", ""))
+    reason = reason_from(message) if "params" in message else recorded(str(message.get("text") or code))
     keys = ("attempt", "step", "checkpoint_step")
-    numbers = {key: value if type(value := found.get(key)) is int else None for key in keys}
-    requeue = found["requeue"] if isinstance(found.get("requeue"), bool) else None
+    numbers = {key: value if type(value := message.get(key)) is int else None for key in keys}
+    requeue = message["requeue"] if isinstance(message.get("requeue"), bool) else None
     return TerminationMessage(
-        PodEnd(found["exit_code"], reason, **numbers, requeue=requeue), code, str(found.get("node", ""))
+        PodEnd(message["exit_code"], reason, **numbers, requeue=requeue), code, str(message.get("node", ""))
     )
 
 
@@ -118,8 +118,8 @@ def attempt_end_line(attempt: int, exit_code: int, *, requeue: bool, reason: Rea
 
 def read_pod_line(line: str) -> dict[str, Any] | None:
     """Return the JSON object of an attempt-start or attempt-end line; None for any other line."""
-    found = read_object(line, "attempt-start", "attempt-end")
-    return found if found is not None and isinstance(found.get("attempt"), int) else None
+    document = read_object(line, "attempt-start", "attempt-end")
+    return document if document is not None and isinstance(document.get("attempt"), int) else None
 
 
 def preparation_end_line(error: ScaletrainError, why: object) -> str:

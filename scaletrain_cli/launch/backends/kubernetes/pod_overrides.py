@@ -37,9 +37,9 @@ def _merged(base: Any, override: Any, field: str) -> Any:
         return override
     items, same = list(base or ()), _SAME_ITEM.get(field)
     for item in override:
-        found = [index for index, other in enumerate(items) if same and other.get(same) == item.get(same)]
-        if found:
-            items[found[0]] = _merged(items[found[0]], item, "")
+        places = [index for index, other in enumerate(items) if same and other.get(same) == item.get(same)]
+        if places:
+            items[places[0]] = _merged(items[places[0]], item, "")
         elif item not in items:
             items.append(_merged(None, item, ""))
     return items

@@ -147,8 +147,8 @@ def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None, security:
 def _folder_seen_here(spec: RunSpec, run: RunDir | None) -> tuple[Path, int, int, int] | None:
     """Return the folder that pods will write to, its uid, gid and mode; None unless this machine mounts the volume."""
     if run is not None:
-        found = run.path.stat()
-        return run.path, found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)
+        status = run.path.stat()
+        return run.path, status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)
     root = runs_root()
     if str(root) != spec.cluster.kubernetes.runs.path or not root.is_dir():
         return None
@@ -170,9 +170,9 @@ def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, Reason
     try:
         volume = (cluster.get(kinds.PERSISTENT_VOLUME, "", name) or {}).get("spec", {})
         if (driver := volume.get("csi", {}).get("driver")) is None:
-            found = next((source for source in _WITHOUT_GROUPS if source in volume), None)
+            kind = next((source for source in _WITHOUT_GROUPS if source in volume), None)
             unknown = reason("group-volume-unknown", volume=name)
-            return (None, unknown) if found is None else (False, reason("group-volume-kind", kind=found))
+            return (None, unknown) if kind is None else (False, reason("group-volume-kind", kind=kind))
         policy = (cluster.get(kinds.CSI_DRIVER, "", driver) or {}).get("spec", {}).get("fsGroupPolicy")
     except ForbiddenError:
         return None, reason("group-volume-unreadable")
@@ -210,14 +210,14 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
             for child in (*children(rendered.objects), *_preparation_pods(spec, rendered))
         ),
     ]
-    found = [finding for one in checks for finding in _run_check(one, spec)]
-    problems = tuple(dict.fromkeys(finding for finding in found if isinstance(finding, Problem)))
+    findings = [finding for one in checks for finding in _run_check(one, spec)]
+    problems = tuple(dict.fromkeys(finding for finding in findings if isinstance(finding, Problem)))
     if problems:
         params = {"where": cluster.where, "version": version, "count": len(problems)}
         raise SchedulerError(reason("preflight-problems", **params), problems)
-    reasons = (*rendered.notes, *(finding for finding in found if isinstance(finding, Reason)))
+    reasons = (*rendered.notes, *(finding for finding in findings if isinstance(finding, Reason)))
     warnings = {str(note): note for note in reasons}
-    starts = [finding for finding in found if isinstance(finding, Start)]
+    starts = [finding for finding in findings if isinstance(finding, Start)]
     unknown = [start for start in starts if start.at is None]  # one unknown makes the start unknown
     return PreflightResult((unknown or starts or [_start_without_quota(spec)])[0], tuple(warnings.values()))
 
@@ -268,10 +268,10 @@ def _run_check(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Fo
 def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
     """Raise SchedulerError if the namespace does not exist: every other request would fail for that reason."""
     try:
-        found = cluster.get(kinds.NAMESPACE, "", namespace)
+        existing = cluster.get(kinds.NAMESPACE, "", namespace)
     except ForbiddenError:
         return  # the dry run shows it
-    if found is None:
+    if existing is None:
         absent = problem(spec, "namespace", reason("namespace-missing"), namespace)
         raise SchedulerError(reason("namespace-missing-in", where=cluster.where), (absent,))
 
@@ -294,9 +294,9 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object, *, derived: bool = F
         if not derived and is_unmanaged(body, answer):
             queue = body["metadata"]["labels"][QUEUE_LABEL]
             yield problem(spec, "queue", reason("queue-without-kind", kind=kind, queue=queue), queue)
-        given, found = ({each["name"] for each in one.get("spec", {}).get("containers", ())} for one in (body, answer))
-        if found - given:
-            yield reason("note-added-containers", names=sorted(found - given))
+        given, actual = ({each["name"] for each in one.get("spec", {}).get("containers", ())} for one in (body, answer))
+        if actual - given:
+            yield reason("note-added-containers", names=sorted(actual - given))
     except NotServedError:
         return  # reported by the check of the kind
     except ForbiddenError as error:

@@ -145,10 +145,10 @@ def submit_for_run(cluster: Cluster, run: RunDir, record: RunRecord) -> None:
     while True:
         texts, job = objects_of_run(run, record, number, by_index=by_index)
         name = job["metadata"]["name"]
-        if (found := cluster.get(JOB, kubernetes.used_namespace, name)) is None:
+        if (existing := cluster.get(JOB, kubernetes.used_namespace, name)) is None:
             break
-        if not names.belongs_to(found, record):
-            other = (found["metadata"].get("annotations") or {}).get(names.RUN_ID_ANNOTATION, name)
+        if not names.belongs_to(existing, record):
+            other = (existing["metadata"].get("annotations") or {}).get(names.RUN_ID_ANNOTATION, name)
             raise SchedulerError(reason("object-of-other-run", where=cluster.where, object=f"Job {name}", owner=other))
         number += 1  # an earlier Job of this run, which has ended or is being deleted
     make_folder(folder, parents=True)
@@ -204,8 +204,8 @@ def pending_job(run: RunDir, record: RunRecord) -> PreparationJob | None:
 
 def _own_job(cluster: Cluster, job: PreparationJob, record: RunRecord | None) -> Object | None:
     """Return the Job. ``record``: of its run; None: its name is of no other Job."""
-    found = cluster.get(JOB, job.namespace, job.job_id.partition("/")[2])
-    return found if found is not None and (record is None or names.belongs_to(found, record)) else None
+    existing = cluster.get(JOB, job.namespace, job.job_id.partition("/")[2])
+    return existing if existing is not None and (record is None or names.belongs_to(existing, record)) else None
 
 
 def _end_of(job: Object) -> str:
@@ -391,8 +391,8 @@ def job_of_preparation(cluster: Cluster, run: RunDir, record: RunRecord, job: Pr
 
 def delete_jobs(cluster: Cluster, namespace: str, record: RunRecord) -> list[str]:
     """Delete the preparation Jobs of a run, with their pods; return their names. Raises SchedulerError."""
-    found = cluster.find(JOB, namespace, labels=f"{names.PREPARATION_LABEL}={names.run_label(record.run_id)}")
-    own = [one for one in found if names.belongs_to(one, record) and "deletionTimestamp" not in one["metadata"]]
+    jobs = cluster.find(JOB, namespace, labels=f"{names.PREPARATION_LABEL}={names.run_label(record.run_id)}")
+    own = [one for one in jobs if names.belongs_to(one, record) and "deletionTimestamp" not in one["metadata"]]
     for one in own:
         delete_workload(cluster, JOB, namespace, one)
     return [str(one["metadata"]["name"]) for one in own]

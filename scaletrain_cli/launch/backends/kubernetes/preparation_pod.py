@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(preparation_sizes_line(sizes_of_datasets(spec, root, datasets)), flush=True)
             return int(ExitCode.DONE)
         except Exception as error:
-            found = known_error(error, "data prepare")
-            print(preparation_end_line(found, (read_document(failure) or {}).get("reason")), flush=True)
-            return int(found.exit_code)
+            problem = known_error(error, "data prepare")
+            print(preparation_end_line(problem, (read_document(failure) or {}).get("reason")), flush=True)
+            return int(problem.exit_code)
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -123,8 +123,8 @@ def check_quota(
         reasons: list[Reason] = []
         waits: list[Reason | None] = []
         for flavor in group["flavors"]:
-            name, found = flavor["name"], flavors.get(flavor["name"])
-            why = _misfit(name, found, pod) or _topology_mismatch(name, found, request, all_have_topology)
+            name, definition = flavor["name"], flavors.get(flavor["name"])
+            why = _misfit(name, definition, pod) or _topology_mismatch(name, definition, request, all_have_topology)
             why = why or _too_small(queue, flavor, cohort, amounts)
             if why is not None:
                 reasons.append(why)
@@ -227,8 +227,8 @@ def _most(queue: Object, flavor: Object, cohort: Cohort | None, resource: str) -
 
 def _lent(holder: Object, flavor: str, resource: str) -> Fraction:
     for group in holder.get("spec", {}).get("resourceGroups", ()):
-        for found in group["flavors"]:
-            quota = _resource(found, resource) if found["name"] == flavor else None
+        for quotas in group["flavors"]:
+            quota = _resource(quotas, resource) if quotas["name"] == flavor else None
             if quota is not None:
                 return parse_quantity(quota.get("lendingLimit") or quota.get("nominalQuota") or 0)
     return Fraction(0)
@@ -236,8 +236,8 @@ def _lent(holder: Object, flavor: str, resource: str) -> Fraction:
 
 def reserved(queue: Object, flavor: str, resource: str) -> Fraction:
     """Return how much of a resource the admitted jobs of a ClusterQueue hold."""
-    for found in queue.get("status", {}).get("flavorsReservation", ()):
-        usage = _resource(found, resource) if found["name"] == flavor else None
+    for reservation in queue.get("status", {}).get("flavorsReservation", ()):
+        usage = _resource(reservation, resource) if reservation["name"] == flavor else None
         if usage is not None:
             return parse_quantity(usage.get("total", 0))
     return Fraction(0)

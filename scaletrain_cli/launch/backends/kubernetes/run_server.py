@@ -109,15 +109,15 @@ class RunServer:
 
     def records(self, attempt: int) -> dict[str, list[int]]:
         """Return time of change (ns) and size of the records of ``attempt`` and later ones, by relative path."""
-        found = {}
+        records = {}
         folders = [self.run.attempt(number) for number in self.run.attempts() if number >= attempt]
         paths = [path for folder in folders for pattern in RECORDS for path in folder.glob(pattern)]
         for path in (*paths, *(self.run.path / name for name in CONTROL)):
             with contextlib.suppress(OSError):
                 status = path.stat()
                 if path.is_file() and not path.name.startswith("."):
-                    found[path.relative_to(self.run.path).as_posix()] = [status.st_mtime_ns, status.st_size]
-        return found
+                    records[path.relative_to(self.run.path).as_posix()] = [status.st_mtime_ns, status.st_size]
+        return records
 
 
 def _log_error(server: object, request: object, client_address: object) -> None:

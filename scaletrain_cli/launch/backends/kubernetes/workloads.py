@@ -210,15 +210,15 @@ def max_retry(spec: RunSpec) -> int:
 def children(objects: Iterable[Object]) -> list[Object]:
     """Return the JobSets of TrainJobs, the Jobs of JobSets, and the first pod of each."""
     known = list(objects)
-    found: list[Object] = []
+    derived: list[Object] = []
     for one in known:
         if one.get("kind") == "TrainJob":
             runtime = next((other for other in known if other.get("kind") == "TrainingRuntime"), None)
-            found += [child_jobset(runtime, one)] if runtime is not None else []
+            derived += [child_jobset(runtime, one)] if runtime is not None else []
         elif one.get("kind") == "Job" and str(one.get("apiVersion", "")).startswith("batch.volcano.sh/"):
-            found += child_pods(one)
-    jobs = [child for one in (*known, *found) if one.get("kind") == "JobSet" for child in child_jobs(one)]
-    return [*found, *jobs, *map(child_pod, jobs)]
+            derived += child_pods(one)
+    jobs = [child for one in (*known, *derived) if one.get("kind") == "JobSet" for child in child_jobs(one)]
+    return [*derived, *jobs, *map(child_pod, jobs)]
 
 
 def child_jobs(jobset: Object) -> Iterator[Object]:

@@ -117,10 +117,10 @@ def overlap_options(version: tuple[int, int] | None) -> Iterator[str]:
 
 def srun_version() -> tuple[int, int] | None:
     """Return the major and minor version of srun; None if it is not known."""
-    found = None
+    match = None
     with contextlib.suppress(SchedulerError):
-        found = _VERSION.search(call_slurm(["srun", "--version"], seconds=_VERSION_SECONDS).stdout)
-    return (int(found[1]), int(found[2])) if found else None
+        match = _VERSION.search(call_slurm(["srun", "--version"], seconds=_VERSION_SECONDS).stdout)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass(frozen=True)
@@ -326,10 +326,10 @@ class SlurmBackend(Backend):
         from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 
         try:
-            found = why_it_waits(status.job_id, run.run_id)
-            if found.cause == "dependency" and read_job(preparation_folder(run)) is not None:
-                return why_it_is_not_prepared(run, found)
-            return found
+            finding = why_it_waits(status.job_id, run.run_id)
+            if finding.cause == "dependency" and read_job(preparation_folder(run)) is not None:
+                return why_it_is_not_prepared(run, finding)
+            return finding
         except SchedulerError as error:
             evidence = (Evidence.because("Slurm", error.reason or recorded(error.message)),)
             return Finding.because("unknown", Reason("slurm.wait-no-answer"), evidence)
@@ -337,11 +337,11 @@ class SlurmBackend(Backend):
     def explain_never_began(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
         from scaletrain_cli.launch.backends.slurm.explain import how_it_ended
 
-        found = super().explain_never_began(run, record, status)
+        finding = super().explain_never_began(run, record, status)
         if not status.job_id:
-            return found
+            return finding
         more = how_it_ended(status.job_id, run.path / f"slurm-{status.job_id}.log")
-        return dataclasses.replace(found, evidence=(*found.evidence, *more))
+        return dataclasses.replace(finding, evidence=(*finding.evidence, *more))
 
     def actions_if_suspended(self, job_id: str) -> tuple[str, ...]:
         return (str(Reason("slurm.resume-suspended", {"job": job_id})),)

@@ -192,14 +192,14 @@ def make_view(site: Site, queue: str) -> ClusterView:
 
 def _gpu_rows(nodes: Sequence[Node]) -> tuple[GpuRow, ...]:
     kinds = list(dict.fromkeys(kind for node in nodes for kind in node.gpus))
-    found = []
+    rows = []
     for kind in kinds:
         having = [node for node in nodes if node.gpus.get(kind)]
         usable = [node for node in having if node.is_usable]
         total = sum(node.gpus[kind] for node in having)
         in_order = sum(node.gpus[kind] for node in usable)
         used = sum(min(node.gpus[kind], node.gpus_used.get(kind, 0)) for node in usable)
-        found.append(
+        rows.append(
             GpuRow(
                 type=kind or "gpu",
                 total=total,
@@ -210,12 +210,12 @@ def _gpu_rows(nodes: Sequence[Node]) -> tuple[GpuRow, ...]:
                 free_nodes=sum(not node.gpus_used.get(kind) for node in usable),
             )
         )
-    return tuple(found)
+    return tuple(rows)
 
 
 def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
     waiting = sorted((row for row in rows if row[2] == "PENDING"), key=_order)
-    found = []
+    queue_rows = []
     for row in (*(row for row in rows if row[2] != "PENDING"), *waiting):
         job_id, owner, state, reason, _, nodes, per_node, start, partition, name = row
         if owner != user:
@@ -223,7 +223,7 @@ def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
         ahead = [other for other in waiting if other[8] == partition and _order(other) < _order(row)]
         # gres:gpu:h100:8; none if the job requested none that way
         counts = gpus(per_node.replace("gres:", "").replace("gres/", ""))
-        found.append(
+        queue_rows.append(
             QueueRow(
                 job_id=job_id,
                 name=name,
@@ -236,7 +236,7 @@ def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
                 start=moment(start),
             )
         )
-    return tuple(found)
+    return tuple(queue_rows)
 
 
 def _order(row: Sequence[str]) -> tuple[int, int]:

@@ -167,11 +167,11 @@ class GrowthWatch:
 
     def _request(self) -> bool:
         """Check again, record the request, and signal the ranks; return whether that was done."""
-        found = self._candidate()
-        if found is None:
+        restart = self._candidate()
+        if restart is None:
             return False
         now = self.record.spec.cluster.nodes
-        params = {"nodes": found.nodes, "before": now, "cost": found.cost_seconds, "gain": found.gain_seconds}
+        params = {"nodes": restart.nodes, "before": now, "cost": restart.cost_seconds, "gain": restart.gain_seconds}
         why = Reason("launch.asked-to-grow", params)
         request_stop(self.run, self.attempt, "growth", why)
         try:
@@ -195,8 +195,8 @@ class GrowthWatch:
         held = usable_held_nodes(self.run, names, own_job_id(self.environment))
         size = chosen_size(self.record, len(held), follows=True) or now
         if size > now:  # a node of the job itself has returned
-            found = growth(self.plans, now, size, left=self._left(), pace=self._pace())
-            return found if found.pays else None
+            restart = growth(self.plans, now, size, left=self._left(), pace=self._pace())
+            return restart if restart.pays else None
         attempt = read_attempt(self.run, self.attempt)
         own = () if attempt is None else attempt.nodes
         excluded = node_names(exclude_option(self.record.spec, exclusion_for(self.run, self.record.spec)) or "")
@@ -212,8 +212,8 @@ class GrowthWatch:
         target = largest_usable(self._permitted_sizes, most)
         if target is None or target <= now:
             return None
-        found = growth(self.plans, now, target, left=self._left(), pace=self._pace())
-        if not found.pays:
+        restart = growth(self.plans, now, target, left=self._left(), pace=self._pace())
+        if not restart.pays:
             return None
         command = ["squeue", "--noheader", "--states=PENDING", f"--partition={','.join(idle.partitions)}"]
         if waiting := waiting_jobs(call_slurm([*command, "--format=%A|%r"]).stdout):
@@ -221,7 +221,7 @@ class GrowthWatch:
                 "%d nodes are idle, and %d jobs wait for nodes: the run does not grow", len(idle.names), waiting
             )
             return None
-        return found if self._would_start(target - now, (*own, *excluded)) else None
+        return restart if self._would_start(target - now, (*own, *excluded)) else None
 
     @cached_property
     def _site(self) -> Site:
@@ -245,11 +245,11 @@ class GrowthWatch:
         Returns all sizes if the checks find a problem with the current size, which runs: they then know too little.
         """
         now = self.record.spec.cluster.nodes
-        found = {size: check_site(self._site, self._requested(size)).problems for size in self.record.sizes}
-        permitted = tuple(size for size in found if not found[size] or found[now])
-        for size in sorted(set(found) - set(permitted)):
+        by_size = {size: check_site(self._site, self._requested(size)).problems for size in self.record.sizes}
+        permitted = tuple(size for size in by_size if not by_size[size] or by_size[now])
+        for size in sorted(set(by_size) - set(permitted)):
             if size > now:
-                logger.info("the run does not grow to %d nodes: %s", size, found[size][0].message)
+                logger.info("the run does not grow to %d nodes: %s", size, by_size[size][0].message)
         return permitted
 
     def _would_start(self, nodes: int, without: Sequence[str]) -> bool:

@@ -103,19 +103,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = Reason("launch.stop-cancelled") if run.is_cancelled else Reason("slurm.job-not-requeued")
         return conclude_run(run, withdraw_restart(run, options.attempt, why))
     except Exception as error:
-        found, full = known_error(error, options.word), is_full(error)
-        code = ExitCode.DO_NOT_REQUEUE if full else found.exit_code
+        failure, full = known_error(error, options.word), is_full(error)
+        code = ExitCode.DO_NOT_REQUEUE if full else failure.exit_code
         # The script requeues the job in whose start an attempt has ended, and begin() fails with this code. What fails
         # the file system often fails the attempt, too: then the next start of the job records the end.
-        after_end = options.word == "end" and found.code != "internal"
+        after_end = options.word == "end" and failure.code != "internal"
         requeues = code == ExitCode.CRASHED and stop_reason is None and (options.follows or after_end)
         if options.word == "end":
             print("requeue" if requeues else "stop")
         may_go_on = requeues or stop_reason is not None or options.word == "watch-reservation"
         with contextlib.suppress(ScaletrainError, OSError):  # the run of another job goes on
             if not may_go_on and latest_job_id(run) == own_job_id(os.environ):
-                return end_by_error(run, error if full else found, "node.job-failed")
-        logger.error("%s", found)
+                return end_by_error(run, error if full else failure, "node.job-failed")
+        logger.error("%s", failure)
         return code
 
 
@@ -220,8 +220,8 @@ def _give_back(job_id: str, names: Sequence[str], size: int) -> tuple[str, ...]:
             call_slurm(["scontrol", "update", f"JobId={job_id}", f"NumNodes={size}"], folder=Path(folder))
             logger.info("job %s has %d nodes, and the run can use %d: released the others", job_id, len(names), size)
             kept = call_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%N"]).stdout.strip()
-            if len(found := node_names(kept)) == size:
-                return tuple(found)
+            if len(kept_names := node_names(kept)) == size:
+                return tuple(kept_names)
         except SchedulerError as error:
             left = len(names) - size
             logger.warning("job %s holds %d nodes that the run does not use: %s", job_id, left, error)

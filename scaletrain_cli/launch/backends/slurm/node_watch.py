@@ -120,14 +120,14 @@ class Member:
 
     def hold(self) -> None:
         """Keep a connection to the first node until it breaks. The attempt ends if that node does not respond."""
-        found = read_document(self.run.path / _FILE) or {}
-        if found.get("start") != self.start:
+        document = read_document(self.run.path / _FILE) or {}
+        if document.get("start") != self.start:
             return
         name = self.environment["SLURMD_NODENAME"]
-        with socket.create_connection((str(found["address"]), int(found["port"])), _ASK_SECONDS) as connection:
+        with socket.create_connection((str(document["address"]), int(document["port"])), _ASK_SECONDS) as connection:
             connection.settimeout(None)
             _probe(connection)
-            connection.sendall(f"{found['token']} {name}\n".encode())
+            connection.sendall(f"{document['token']} {name}\n".encode())
             if not self._inspected:
                 self._inspected = True
                 self._inspect_spare(name)

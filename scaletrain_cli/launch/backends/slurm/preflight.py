@@ -209,8 +209,8 @@ class _SiteCheck:
             ]
         by_partition = [list(self._of_partition(partition, notes)) for partition in partitions]
         if all(by_partition):  # Slurm uses the first partition of the list that can run the job
-            problems += [one for found in by_partition for one in found]
-        accepting = [one for one, found in zip(partitions, by_partition, strict=True) if not found]
+            problems += [one for obstacles in by_partition for one in obstacles]
+        accepting = [one for one, obstacles in zip(partitions, by_partition, strict=True) if not obstacles]
         problems += self._several_types(accepting, notes)
         problems += self._quotas(notes)
         problems += self._reservation(notes)
@@ -226,10 +226,10 @@ class _SiteCheck:
     def _problem(self, key: str, code: str, given: object, **params: object) -> Problem:
         return Problem.because(self.spec.where(key), key, Reason(f"slurm.{code}", params), given)
 
-    def _partition_names(self, found: list[Partition]) -> Iterator[Problem]:
+    def _partition_names(self, partitions: list[Partition]) -> Iterator[Problem]:
         requested = self.spec.cluster.slurm.partition
         names = [partition.name for partition in self.site.partitions]
-        if requested is None and not found and names:
+        if requested is None and not partitions and names:
             yield self._problem("cluster.slurm.partition", "no-default-partition", "null", partitions=names)
         elif requested is not None and names:
             for name in requested.split(","):
@@ -349,10 +349,10 @@ class _SiteCheck:
             request["cpu"] = cluster.nodes * cores
         if slurm.memory_per_node is not None:
             request["mem"] = cluster.nodes * slurm.memory_per_node / 2**20
-        found = tables.fit(self.site.limits, request, slurm.time, cluster.nodes)
-        for limit in found.never:
+        quotas = tables.fit(self.site.limits, request, slurm.time, cluster.nodes)
+        for limit in quotas.never:
             yield self._beyond(limit, request)
-        for limit in found.busy:
+        for limit in quotas.busy:
             params = _limit_params(limit) | {"used": limit.used, "requested": request.get(limit.resource, 1)}
             used_up = limit.kind == "GrpTRESMins"
             notes.append(Reason("slurm.note-budget-used-up" if used_up else "slurm.note-quota-in-use", params))

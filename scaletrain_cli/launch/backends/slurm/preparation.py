@@ -114,21 +114,21 @@ def submit_preparation(
     known = {row[1]: row[0] for row in active_jobs(name) if row[1].startswith(f"{comment}-")}
     if not known:
         begin_job_folder(folder, spec)
-    found: list[str] = []
+    job_ids: list[str] = []
     for part, count in (("tasks", tasks), ("end", None)):
         mark = f"{comment}-{part}"
         if mark not in known:
             script = folder / f"{part}.sh"
             replace_file(script, preparation_script(spec, name, folder, working_folder, secrets, count))
-            depends = [f"--dependency=afterany:{found[0]}"] if found else []
+            depends = [f"--dependency=afterany:{job_ids[0]}"] if job_ids else []
             try:
                 known[mark] = queue_script(script, mark, *depends, without=spec.secret_env)
             except SchedulerError:
-                for job_id in found:  # without the second job nobody would complete the work
+                for job_id in job_ids:  # without the second job nobody would complete the work
                     call_slurm(["scancel", job_id])
                 raise
-        found.append(known[mark])
-    job = PreparationJob("slurm", found[1], found[0], tasks, revision)
+        job_ids.append(known[mark])
+    job = PreparationJob("slurm", job_ids[1], job_ids[0], tasks, revision)
     record_job(folder, job)
     return job
 
@@ -142,8 +142,8 @@ def active_jobs(name: str) -> list[tuple[str, str, str]]:
 
 def cancel_preparation(name: str) -> None:
     """Delete the preparation jobs of a name. Raises SchedulerError."""
-    found = {row[0] for row in active_jobs(name)}
-    for job_id in sorted(found, key=int, reverse=True):  # first the one that depends on the other
+    job_ids = {row[0] for row in active_jobs(name)}
+    for job_id in sorted(job_ids, key=int, reverse=True):  # first the one that depends on the other
         call_slurm(["scancel", job_id], accept=("Invalid job id",))
 
 

@@ -329,12 +329,12 @@ def _rows_of_run(run: RunDir, without: Sequence[str] = ()) -> list[JobRow]:
     """Return the rows of all jobs that were submitted for this run directory, ended ones included, oldest first."""
     mark, place = f"{_mark_of(run)}-", read_sweep_place(run)
     names = run.run_id if place is None or not place.array else f"{run.run_id},{place.sweep}"
-    found = [
+    rows = [
         row
         for row in _squeue(f"--name={names}", without)
         if row.comment.startswith(mark) or is_of_array(run, place, row.job_id, row.comment)
     ]
-    return sorted(found, key=lambda row: job_order(row.job_id))
+    return sorted(rows, key=lambda row: job_order(row.job_id))
 
 
 def _squeue(which: str, without: Sequence[str] = ()) -> list[JobRow]:

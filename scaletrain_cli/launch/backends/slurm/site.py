@@ -256,8 +256,8 @@ def _qos_mode(site: Site) -> tuple[str, float]:
 
 
 def _kill_wait_seconds(site: Site) -> float:
-    found = re.match(r"\d+", site.config.get("KillWait", ""))
-    return float(found[0]) if found else 30.0
+    match = re.match(r"\d+", site.config.get("KillWait", ""))
+    return float(match[0]) if match else 30.0
 
 
 def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
@@ -301,11 +301,11 @@ def nodes_of(cluster: ClusterSpec) -> dict[str, bool]:
         inside = None if any(one.is_flexible for one in own) else {name for one in own for name in one.nodes} or None
     chosen = [f"--partition={slurm.partition}"] if slurm.partition else []
     answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t|%P|%G|%f", *chosen])
-    left_out, found = tables.node_names(slurm.exclude or ""), dict[str, bool]()
+    left_out, usable = tables.node_names(slurm.exclude or ""), dict[str, bool]()
     for name, state, of, gres, features in (
         line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 4
     ):
-        found[name] = found.get(name, False) or (
+        usable[name] = usable.get(name, False) or (
             tables.is_usable(state)
             and (slurm.partition is not None or of.endswith("*"))
             and has_gpus(cluster, tables.gpus(gres))
@@ -313,7 +313,7 @@ def nodes_of(cluster: ClusterSpec) -> dict[str, bool]:
             and name not in left_out
             and (inside is None or name in inside)
         )
-    return found
+    return usable
 
 
 # The types of the GPUs of nodes, and whether a node has the GPUs that a job requests.
@@ -380,5 +380,5 @@ def type_of_accelerator(name: str, types: Sequence[str]) -> str | None:
     MIG instances are left out: they are parts of a GPU.
     """
     family = name.partition("-")[0].lower()
-    found = [kind for kind in types if family in re.split(r"[^a-z0-9]+", kind.lower()) and not _MIG.search(kind)]
-    return found[0] if len(found) == 1 else None
+    kinds = [kind for kind in types if family in re.split(r"[^a-z0-9]+", kind.lower()) and not _MIG.search(kind)]
+    return kinds[0] if len(kinds) == 1 else None

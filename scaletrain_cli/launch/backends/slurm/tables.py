@@ -126,18 +126,18 @@ def partitions(text: str) -> tuple[Partition, ...]:
 
 def nodes(text: str) -> tuple[Node, ...]:
     """Return the nodes in ``sinfo --noheader --Node --Format=NODES``, which has one line per node and partition."""
-    found: dict[str, Node] = {}
+    by_name: dict[str, Node] = {}
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) < 7:
             continue
         name, state, gres, used, partition, cpus, memory = (field.strip() for field in fields[:7])
-        before = found[name].partitions if name in found else frozenset()
-        found[name] = Node(
+        before = by_name[name].partitions if name in by_name else frozenset()
+        by_name[name] = Node(
             *(name, state, gpus(gres), gpus(used), before | {partition}, _integer(cpus) or 0, _integer(memory) or 0),
             gres,
         )
-    return tuple(found.values())
+    return tuple(by_name.values())
 
 
 def reservations(text: str) -> tuple[Reservation, ...]:
@@ -183,10 +183,10 @@ def gpus(gres: str) -> dict[str, int]:
 
 def amounts_of_gres(gres: str) -> dict[str, int]:
     """Return the amount of each generic resource, of all its types, in a GRES text such as ``nvme:500,tmpfs:2T``."""
-    found: dict[str, int] = {}
+    amounts: dict[str, int] = {}
     for name, _, count in _gres(gres):
-        found[name] = found.get(name, 0) + count
-    return found
+        amounts[name] = amounts.get(name, 0) + count
+    return amounts
 
 
 def _gres(text: str) -> Iterator[tuple[str, str, int]]:
@@ -317,17 +317,17 @@ def limits_of(
     The limit of a QOS on a resource overrides those of later QOS and of associations; ``factor`` multiplies the limits
     of associations (LimitFactor of the QOS).
     """
-    found: list[Limit] = []
+    applicable: list[Limit] = []
     for limits in (_of_qos(text, name, uid, account) for name in qos):
-        limited = {(limit.kind, limit.resource) for limit in found}
-        found += [limit for limit in limits if (limit.kind, limit.resource) not in limited]
+        limited = {(limit.kind, limit.resource) for limit in applicable}
+        applicable += [limit for limit in limits if (limit.kind, limit.resource) not in limited]
     # An association's per-user limit applies where no QOS has a limit per user or per account on that resource.
-    limited = {(_OVERRIDDEN.get(limit.kind, limit.kind), limit.resource) for limit in found}
+    limited = {(_OVERRIDDEN.get(limit.kind, limit.kind), limit.resource) for limit in applicable}
     for limit in _of_associations(text, user, account):
         if (limit.kind, limit.resource) not in limited:
             scaled = limit.kind in ("GrpTRES", "MaxTRESPJ")
-            found.append(dataclasses.replace(limit, allowed=limit.allowed * factor) if scaled else limit)
-    return tuple(found)
+            applicable.append(dataclasses.replace(limit, allowed=limit.allowed * factor) if scaled else limit)
+    return tuple(applicable)
 
 
 def fit(limits: Sequence[Limit], request: Mapping[str, float], seconds: float | None, nodes: int = 1) -> Fit:
@@ -379,11 +379,11 @@ def account_and_parents(text: str, account: str) -> dict[str, dict[str, str]]:
     ``text``: ``scontrol -o show assoc_mgr``.
     """
     there = {line[1]: line[0] for line in _ACCOUNT_LINE.finditer(text)}
-    found: dict[str, dict[str, str]] = {}
-    while account and account not in found:
-        found[account] = next(records(there.get(account, "")), {})
-        account = found[account].get("ParentAccount", "").partition("(")[0]
-    return found
+    accounts: dict[str, dict[str, str]] = {}
+    while account and account not in accounts:
+        accounts[account] = next(records(there.get(account, "")), {})
+        account = accounts[account].get("ParentAccount", "").partition("(")[0]
+    return accounts
 
 
 def _of_qos(text: str, qos: str, uid: int, account: str) -> Iterator[Limit]:
