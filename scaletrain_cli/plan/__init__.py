@@ -13,8 +13,7 @@ Read planning.py first: ``make_plan`` calls the parts in this order.
 * reliability/: checkpoints, goodput, cost, spot traces. advice/: warnings, checks of the recipe, explanations.
 * result.py: the data of a plan, and its JSON.
 
-For the engine there are ``submittable`` (why it cannot run a plan), ``zero_buffers`` (DeepSpeed's buffer sizes) and
-``rank_model_states`` (the bytes of states on a rank).
+For the engine there are ``submittable`` (why it cannot run a plan) and ``zero_buffers`` (DeepSpeed's buffer sizes).
 """
 
 from __future__ import annotations
@@ -23,12 +22,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scaletrain_cli.plan.architecture import parameter_count as parameter_count
     from scaletrain_cli.plan.catalogue.hardware import accelerator_names as accelerator_names
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator as find_accelerator
     from scaletrain_cli.plan.memory.buffers import zero_buffers as zero_buffers
-    from scaletrain_cli.plan.memory.engine_states import rank_model_states as rank_model_states
-    from scaletrain_cli.plan.memory.states import ModelStates as ModelStates
     from scaletrain_cli.plan.planning import make_plan as make_plan
     from scaletrain_cli.plan.result import RunPlan as RunPlan
     from scaletrain_cli.plan.search.engine_support import submittable as submittable
@@ -36,14 +32,11 @@ if TYPE_CHECKING:
 
 # The module of each public name. A module is imported on first use, so that one part loads without the others.
 _HOMES = {
-    "ModelStates": "memory.states",
     "PlanInfeasibleError": "search.infeasible",
     "RunPlan": "result",
     "accelerator_names": "catalogue.hardware",
     "find_accelerator": "catalogue.hardware",
     "make_plan": "planning",
-    "parameter_count": "architecture",
-    "rank_model_states": "memory.engine_states",
     "submittable": "search.engine_support",
     "zero_buffers": "memory.buffers",
 }

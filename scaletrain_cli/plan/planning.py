@@ -27,9 +27,8 @@ from scaletrain_cli.plan.search.layout_search import (
     evaluate,
     search,
     search_near,
-    smallest,
 )
-from scaletrain_cli.plan.search.layouts import checkpointing_modes, division_problems
+from scaletrain_cli.plan.search.layouts import checkpointing_modes, describe, division_problems
 from scaletrain_cli.plan.search.least_memory import search_splits
 from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try
 from scaletrain_cli.plan.trained_parameters import check_what_trains, names_what_trains
@@ -114,7 +113,8 @@ def plan_within(
     if outcome.too_slow:
         return None
     if outcome.chosen is None:
-        least = evaluate(spec, smallest(outcome).layout, device)
+        smallest = min(outcome.too_large, key=lambda sized: (sized.memory.peak, describe(sized.layout)))
+        least = evaluate(spec, smallest.layout, device)
         raise does_not_fit(spec, device, _assemble(spec, device, least, outcome, compared, measurements))
     return _assemble(spec, device, outcome.chosen, outcome, compared, measurements)
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from scaletrain_cli.plan.advice.answer import Compared
 from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.plan.reliability.spot_trace import Spread, TraceOutcome
-from scaletrain_cli.plan.search.cluster_limits import Considered
+from scaletrain_cli.plan.search.cluster_limits import ClusterLimits, Considered
 from scaletrain_cli.plan.search.sizing import Sizing
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.ui.plan_answer import show_explanation, show_sizing, show_trace
@@ -85,7 +85,7 @@ def sizing() -> Sizing:
         Considered("h100-sxm-80gb", 2, 16, 1.1e6, 14200.0, 0.998, 30.0, None, False, late),
         Considered("h100-sxm-80gb", 4, 32, 5.2e5, 13756.0, 0.9995, 15.5, plan.layout, True, None),
     )
-    return Sizing(spec, plan, "gpus", 64, 864000.0, 20000.0, rows)
+    return Sizing(spec, plan, ClusterLimits("gpus", 64, 864000.0, 20000.0), rows)
 
 
 VIEWS: dict[str, Callable[[Console], None]] = {

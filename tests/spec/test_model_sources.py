@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.errors import SpecError
-from scaletrain_cli.plan import parameter_count
+from scaletrain_cli.plan.architecture import parameter_count
 from scaletrain_cli.spec import ModelSpec, parse_spec
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches, to_hugging_face
 from scaletrain_cli.spec.presets import presets

@@ -337,10 +337,8 @@ def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Acceler
 def _batch(spec: RunSpec, layout: Layout) -> Sanity:
     """Return the global batch size, and the factors that it is made of."""
     samples = layout.global_batch_size
-    units = samples * spec.units_per_sample
-    workload = workload_of(spec.model)
     value = f"{samples:,} {spec.samples}"
-    value += f", {units:,} tokens" if workload.counts_tokens else ""
+    value += f", {samples * spec.units_per_sample:,} tokens" if workload_of(spec.model).counts_tokens else ""
     parts = {
         "micro_batch": layout.micro_batch_size,
         "accumulation": layout.gradient_accumulation_steps,

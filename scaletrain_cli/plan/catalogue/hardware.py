@@ -112,11 +112,9 @@ def find_accelerator(cluster: ClusterSpec) -> Accelerator:
         )
     if cluster.intra_node_bandwidth != "auto":
         device = replace(device, intra_node_bandwidth=max(cluster.intra_node_bandwidth, SLOWEST), package=1)
-    device = replace(device, host_bandwidth=stated_rate(cluster.host_bandwidth, device.host_bandwidth))
-    stated = cluster.efficiency
-    if stated.matmul or stated.attention or stated.memory:
-        device = replace(device, efficiency=(stated.matmul, stated.attention, stated.memory))
-    return device
+    stated, host_bandwidth = cluster.efficiency, stated_rate(cluster.host_bandwidth, device.host_bandwidth)
+    efficiency = stated.matmul, stated.attention, stated.memory
+    return replace(device, host_bandwidth=host_bandwidth, efficiency=efficiency)
 
 
 def stated_rate(given: float | Literal["auto"], usual: float) -> float:

@@ -299,9 +299,8 @@ def loss_bytes(
     """
     entries = -(-model.vocab_size // tensor_parallel)
     hidden, head = tokens * model.hidden_size, entries * model.hidden_size
-    kept = tokens * (2 * element_bytes * model.hidden_size + 2 * _FP32)
-    if model.norm_kind == "rmsnorm":
-        kept = tokens * (2 * element_bytes * model.hidden_size + _FP32)  # input, output and inverse root
+    statistics = _FP32 * (1 if model.norm_kind == "rmsnorm" else 2)  # an inverse root, and a mean
+    kept = tokens * (2 * element_bytes * model.hidden_size + statistics)  # input and output of the norm
     entry = _ENTRY + (_FP32 if model.final_logit_softcapping else 0)  # tanh keeps its output
     if cross_entropy == "chunked":
         head = head if trains_head else 0

@@ -216,11 +216,12 @@ class BlockBytes:
             arriving = normed
             for number, layer in enumerate(chain):
                 if number:
-                    keeps = arriving or training.trains(graph.latent_norm(branch))
-                    if keeps and branch > 0 and not compiled:  # the rotated key beside the latent, a view of both
+                    norm = graph.latent_norm(branch)
+                    saved += self._rms(norm, arriving, layer.inputs, 1)
+                    arriving = arriving or training.trains(norm)
+                    if arriving and branch > 0 and not compiled:  # the rotated key beside the latent, a view of both
                         saved += element * model.qk_rope_head_dim
-                    arriving, kept = self._latent(graph.latent_norm(branch), layer, arriving)
-                    saved += kept
+                    saved += element * layer.inputs if self._keeps_input(layer, arriving) else 0
                 whole = number + 1 < len(chain)  # latents are on every tensor rank
                 saved += self._adapter(layer, layer.inputs, layer.outputs if whole else -(-layer.outputs // t))
                 arriving = arriving or training.learns(layer.name)
@@ -257,13 +258,6 @@ class BlockBytes:
         elif reads:
             saved += element * queries
         return saved + self._adapter(output, queries, model.hidden_size), mixing or training.learns(output.name)
-
-    def _latent(self, norm: str, layer: Linear, arriving: bool) -> tuple[bool, int]:
-        """Return (whether a normed latent has a gradient, bytes that its norm and the ``layer`` that reads it save)."""
-        size, element = layer.inputs, self.kernels.element
-        saved = self._rms(norm, arriving, size, 1)
-        arriving = arriving or self.training.trains(norm)
-        return arriving, saved + (element * size if self._keeps_input(layer, arriving) else 0)
 
     def mlp(self, normed: bool) -> tuple[int, bool]:
         """Return (bytes that the MLP saves, whether its output has a gradient)."""

@@ -31,8 +31,9 @@ from scaletrain_cli.plan.memory.buffers import (
     step_temporary_bytes,
     zero_buffers,
 )
-from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes, trained_bytes, trained_groups
+from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes, trained_bytes
 from scaletrain_cli.plan.memory.gathered_weights import GatheredWeights, gathered_weights
+from scaletrain_cli.plan.memory.parameter_groups import stage_tensors
 from scaletrain_cli.plan.memory.peak import PhaseMemory, cached_bytes, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import ModelStates, saved_weight_bytes, uses_bf16_optimizer, weight_bytes
 from scaletrain_cli.plan.muon import muon_temporary_bytes
@@ -230,7 +231,8 @@ def _state_bytes(
     precision, grad_dtype = training.precision, training.grad_dtype
     if own != element:  # adapters in fp32
         precision = grad_dtype = "fp32"
-    groups, dequantized = trained_groups(spec, layout, stage, trained)
+    tensors = stage_tensors(spec, layout, stage, trained)
+    groups = [(group.elements, experts) for group, experts, *_ in tensors.trained]  # experts: fewer ranks share them
     count = sum(elements for elements, _ in groups)
     buffers, second, kept_weights = BufferBytes(0, 0, 0), 0, 0
     bf16_optimizer = layout.offload == "none" and uses_bf16_optimizer(precision, grad_dtype, zero)
@@ -286,7 +288,9 @@ def _state_bytes(
     copies_from = stage.blocks - min(stage.blocks, buffers.full_after // max(1, shard.largest_block))
     # stage_1_and_2.py and stage3.py initialize_optimizer_states: zeros as large as the gradients of an update
     initial = 0 if bf16_optimizer else cast
-    return _StateBytes(states, host, buffers, second, step, cast, initial, kept_weights, dequantized, copies_from)
+    return _StateBytes(
+        states, host, buffers, second, step, cast, initial, kept_weights, tensors.largest_quantized, copies_from
+    )
 
 
 def _gathered(spec: RunSpec, layout: Layout, stage: Stage, program: Program) -> GatheredWeights:

@@ -53,23 +53,12 @@ from scaletrain_cli.spec import RunSpec
 _MOST_REPLICAS = 256
 
 
-def rank_model_states(
-    spec: RunSpec, layout: Layout, stage: int = 0, replica: int | None = None, step: int = 1
-) -> ModelStates:
-    """Return the bytes of states on the device of one rank of pipeline stage ``stage``, without offloaded parts.
-
-    ``replica``: the rank's index among the data x sequence ranks of its stage; None for the fullest of them. ``step``:
-    at which they are counted, because what trains may change.
-    """
-    pipeline_stage = next(each for each in stages_in(spec, layout) if each.position == stage)
-    return engine_states(spec, layout, pipeline_stage, replica, stage_of_step(spec, step))[0]
-
-
 def engine_states(
     spec: RunSpec, layout: Layout, stage: Stage, replica: int | None = None, trained: TrainedStage | None = None
 ) -> tuple[ModelStates, int]:
     """Return the states on one rank's device, and the bytes of one rank that are offloaded to the node's memory.
 
+    ``replica``: the rank's index among the data x sequence ranks of its stage; None for the fullest of them.
     ``trained``: what trains; None: what the first step trains.
     """
     trained = trained or stage_of_step(spec, 1)
@@ -163,17 +152,6 @@ def trained_bytes(spec: RunSpec) -> tuple[int, int]:
     return weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
 
 
-def trained_groups(
-    spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage
-) -> tuple[tuple[tuple[int, bool], ...], int]:
-    """Return the trained parameter groups on one rank, and the elements of the largest quantized matrix.
-
-    Of each group: its elements, and whether they are experts, which fewer ranks share.
-    """
-    tensors = stage_tensors(spec, layout, stage, trained)
-    return tuple((group.elements, experts) for group, experts, *_ in tensors.trained), tensors.largest_quantized
-
-
 # What trains on a pipeline stage whose parameters are all frozen (engine/parallel/pipeline.py).
 _ANCHOR = Group((((1,), 1),))
 
@@ -248,7 +226,7 @@ def _second_copy(group: Group, ranks: int, size: int) -> int:
 def _touched(groups: tuple[SharedGroup, ...], replicas: int, holders: int, replica: int | None, padded: bool) -> int:
     """Return the elements of all parameters that the partitions of a rank overlap.
 
-    ``holders``: ranks that share the same experts; ``replica``: see ``rank_model_states``; ``padded``: count padding
+    ``holders``: ranks that share the same experts; ``replica``: see ``engine_states``; ``padded``: count padding
     too.
     """
     apart = max(1, replicas // holders)  # distance between ranks that hold the same experts

@@ -53,18 +53,13 @@ _NF4_BLOCK, _SCALES_BLOCK = 64, 256
 
 
 def quantized_bytes(quantization: str, elements: int, rows: int) -> int:
-    """Return the bytes of a quantized matrix with ``elements`` elements in ``rows`` rows.
-
-    Raises LookupError for an unknown format.
-    """
+    """Return the bytes of a quantized matrix with ``elements`` elements in ``rows`` rows."""
     scales = -(-elements // _NF4_BLOCK)
     if quantization == "int8":
         return elements + _FP32_BYTES * rows
     if quantization == "nf4":
         return -(-elements // 2) + _FP32_BYTES * scales
-    if quantization == "nf4_double":
-        return -(-elements // 2) + scales + _FP32_BYTES * -(-scales // _SCALES_BLOCK)
-    raise LookupError(f"unknown quantization: {quantization}")
+    return -(-elements // 2) + scales + _FP32_BYTES * -(-scales // _SCALES_BLOCK)  # nf4_double
 
 
 class MasterWeights(Enum):

@@ -50,12 +50,12 @@ def _from_json(path: Path, text: str) -> list[tuple[float, int]]:
         document: Any = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise _invalid_trace(path, Reason("plan.trace-not-json", {"detail": str(error)})) from error
-    if isinstance(document, dict) and isinstance(document.get("files"), dict):
+    document = document if isinstance(document, dict) else {}
+    if isinstance(document.get("files"), dict):
         names = list(document["files"])
         raise _invalid_trace(path, Reason("plan.several-traces", {"count": len(names), "names": names[:2]}))
-    metadata = document.get("metadata") if isinstance(document, dict) else None
+    metadata, data = document.get("metadata"), document.get("data")
     gap: Any = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
-    data = document.get("data") if isinstance(document, dict) else None
     if not _is_number(gap) or not 0 < gap <= _LONGEST_SECONDS:
         raise _invalid_trace(path, Reason("plan.trace-without-gap"))
     if not isinstance(data, list) or not data:

@@ -179,11 +179,6 @@ def evaluate(spec: RunSpec, layout: Layout, device: Accelerator) -> Candidate:
     return Candidate(layout, workload_of(spec.model).memory(spec, layout, device), time, network)
 
 
-def smallest(outcome: Found) -> Sized:
-    """Return the layout that needs the least memory if nothing fits."""
-    return min(outcome.too_large, key=lambda sized: (sized.memory.peak, describe(sized.layout)))
-
-
 def alternatives(spec: RunSpec, device: Accelerator, outcome: Found, chosen: Candidate) -> tuple[Alternative, ...]:
     """Return the best layouts that were sized, with the reason against each; at the end some that do not fit."""
     left = max(0, MOST_ALTERNATIVES - len(outcome.fitting))

@@ -205,18 +205,12 @@ def _combinations(
     """
     world, pinned_data = spec.world_size, spec.layout.data_parallel
     workload, batch = workload_of(spec.model), spec.training.global_batch_size
-    layers = workload_of(spec.model).layers(spec)
-    chunks = {pipeline: [1] for pipeline in degrees["pipeline_parallel"]}
-    for pipeline in chunks:
-        wanted = degrees["virtual_pipeline"]
-        if spec.layout.virtual_pipeline == "auto":
-            wanted = [
-                virtual for virtual in wanted if virtual == 1 or (pipeline > 1 and layers % (pipeline * virtual) == 0)
-            ]
-            left_out = len(degrees["virtual_pipeline"]) - len(wanted)
-            example = f"pipeline {pipeline} of {layers} layers"
-            counts.add(Reason("plan.chunks-do-not-divide", {"key": "virtual_pipeline"}), example, left_out)
-        chunks[pipeline] = wanted
+    layers, virtuals = workload.layers(spec), degrees["virtual_pipeline"]
+    chunks = dict.fromkeys(degrees["pipeline_parallel"], virtuals)
+    for pipeline in chunks if spec.layout.virtual_pipeline == "auto" else ():
+        chunks[pipeline] = [n for n in virtuals if n == 1 or (pipeline > 1 and layers % (pipeline * n) == 0)]
+        left_out, example = len(virtuals) - len(chunks[pipeline]), f"pipeline {pipeline} of {layers} layers"
+        counts.add(Reason("plan.chunks-do-not-divide", {"key": "virtual_pipeline"}), example, left_out)
     found = False
     for tensor in degrees["tensor_parallel"]:
         for sequence in _dividing(degrees["sequence_parallel"], world, tensor):

@@ -146,21 +146,14 @@ def stage_times(setting: StepSetting) -> list[MicroBatchTime]:
     return times
 
 
-class StageSizes(NamedTuple):
-    """Parameters on one rank of a pipeline stage: all, and those that train."""
-
-    parameters: int
-    trained: int
-
-
-def stage_sizes(setting: StepSetting, stage: Stage) -> StageSizes:
-    """Return the parameters on one rank of a pipeline stage."""
+def stage_sizes(setting: StepSetting, stage: Stage) -> tuple[int, int]:
+    """Return the parameters on one rank of a pipeline stage: all, and those that train."""
     if not setting.trained.runs:
         parameters = stage_shard(setting.per_rank, stage).parameters
-        return StageSizes(parameters, parameters)
+        return parameters, parameters
     tensors = stage_tensors(setting.spec, setting.layout, stage, setting.trained)
     learned = sum(group.elements for group, *_ in tensors.trained)
-    return StageSizes(learned + sum(group.elements for group, *_ in tensors.frozen), learned)
+    return learned + sum(group.elements for group, *_ in tensors.frozen), learned
 
 
 def _head_time(setting: StepSetting, work: RankWork) -> PartTime:
@@ -189,7 +182,7 @@ def _stage(
 ) -> MicroBatchTime:
     """Return the time of one micro-batch on one stage; ``ends``: the times of the embedding and of the head."""
     spec, layout, rate, link, profile = setting.spec, setting.layout, setting.rate, setting.link, setting.profile
-    sizes = stage_sizes(setting, stage)
+    parameters, learned = stage_sizes(setting, stage)
     count, first, last = stage.blocks, stage.first, stage.last
     model, forwards, blocking = spec.transformer, recomputed_forwards(spec, layout), launches_block(spec)
     forward = backward = recompute = communication = host = 0.0
@@ -210,7 +203,7 @@ def _stage(
         host += run.blocks * profile.experts_host if run.experts else 0.0
     for end in (end for end, is_here in zip(ends, (first, last), strict=True) if is_here):
         forward, backward = forward + end.forward, backward + end.backward
-    backward += sizes.trained * profile.accumulate / rate.memory
+    backward += learned * profile.accumulate / rate.memory
     copied = count * activation_offload_seconds(spec, layout, setting.device)
     forward, backward = forward + copied, backward + copied
     # A stage receives and sends in the forward and in the backward pass; first and last stage do half of it.
@@ -218,7 +211,7 @@ def _stage(
     communication += boundary * (0 if first and last else 2 if first or last else 4)
     communication += boundary_gather_seconds(spec, layout, link, stage)
     if layout.zero_stage >= 2:
-        data = data_traffic(spec, layout, link, profile, sizes.parameters, count, sizes.trained)
+        data = data_traffic(spec, layout, link, profile, parameters, count, learned)
         overlap = 0.0 if blocking else framework_of(spec).reduce_overlap(layout, profile)
         communication += exposed(data.forward, forward, overlap)
         communication += exposed(data.backward, backward + recompute, overlap)

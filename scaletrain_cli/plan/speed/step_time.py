@@ -28,7 +28,6 @@ from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
 from scaletrain_cli.plan.speed.stage_time import (
     MicroBatchTime,
-    StageSizes,
     StepSetting,
     stage_sizes,
     stage_times,
@@ -194,9 +193,9 @@ def stage_bytes(spec: RunSpec, layout: Layout, device: Accelerator, position: in
     """Return the bytes that a rank of pipeline stage ``position`` sends per step while the first parameters train."""
     setting = step_setting(spec, layout, device, trained_stages(spec)[0])
     stage = setting.stages[position]
-    sizes = stage_sizes(setting, stage)
-    data = data_traffic(spec, layout, setting.link, setting.profile, sizes.parameters, stage.blocks, sizes.trained)
-    sent = data.sent + _beside_gradients(spec, layout, setting.link, stage, sizes.trained)[1]
+    parameters, learned = stage_sizes(setting, stage)
+    data = data_traffic(spec, layout, setting.link, setting.profile, parameters, stage.blocks, learned)
+    sent = data.sent + _beside_gradients(spec, layout, setting.link, stage, learned)[1]
     return sent_bytes(spec, layout, stage, sent)
 
 
@@ -213,8 +212,8 @@ def _beside_gradients(spec: RunSpec, layout: Layout, link: Link, held: Stage, tr
 def _once_per_step(setting: StepSetting, stage: MicroBatchTime, held: Stage) -> _OncePerStep:
     """Return what the stage ``held`` does once per step."""
     spec, layout, device, link, profile = setting.spec, setting.layout, setting.device, setting.link, setting.profile
-    sizes = stage_sizes(setting, held)
-    data = data_traffic(spec, layout, link, profile, sizes.parameters, held.blocks, sizes.trained)
+    parameters, learned = stage_sizes(setting, held)
+    data = data_traffic(spec, layout, link, profile, parameters, held.blocks, learned)
     # With v chunks per stage, the traffic of a chunk may also overlap passes of the stage's other chunks.
     others = min(layout.gradient_accumulation_steps, layout.pipeline_parallel - 1)
     windows = 1 + others * (1 - 1 / layout.virtual_pipeline)
@@ -222,8 +221,8 @@ def _once_per_step(setting: StepSetting, stage: MicroBatchTime, held: Stage) -> 
     overlaps = 0.0 if stage.blocking else 1.0
     reduce = exposed(data.reduce, windows * backward, overlaps * framework_of(spec).reduce_overlap(layout, profile))
     gather = exposed(data.gather, windows * forward, overlaps * profile.gather_overlap)
-    optimizer = _optimizer_seconds(setting, sizes)
-    outer, beside = _beside_gradients(spec, layout, link, held, sizes.trained)
+    optimizer = _optimizer_seconds(setting, parameters, learned)
+    outer, beside = _beside_gradients(spec, layout, link, held, learned)
     if has_muon(spec):
         settings = spec.training.optimizer.muon
         own = rates(device, "bf16" if settings.newton_schulz_dtype == "bf16" else spec.training.precision)
@@ -231,10 +230,10 @@ def _once_per_step(setting: StepSetting, stage: MicroBatchTime, held: Stage) -> 
     return _OncePerStep(reduce + gather + outer, optimizer, data.sent + beside)
 
 
-def _optimizer_seconds(setting: StepSetting, sizes: StageSizes) -> float:
+def _optimizer_seconds(setting: StepSetting, parameters: int, learned: int) -> float:
     spec, layout, device, rate, profile = setting.spec, setting.layout, setting.device, setting.rate, setting.profile
     shards = 1 if layout.zero_stage == 0 else zero_shards(layout)
-    updated, held = -(-sizes.trained // shards), -(-sizes.parameters // shards)
+    updated, held = -(-learned // shards), -(-parameters // shards)
     host = 0.0 if rate.is_cpu else profile.step_host + (profile.zero_host if layout.zero_stage else 0.0)
     if layout.offload != "none":
         return host + offload_seconds(spec, layout, device, updated, held)

@@ -78,9 +78,6 @@ class TextWorkload(Workload):
         """Return the same; of a model that trains as a whole without its parameters by name, which may be a billion."""
         return [(self.parameter_count(spec.model), 0)] if trains_everything(spec) else super().stored_parameters(spec)
 
-    def parameter_count(self, model: AnyModel) -> int:
-        return architecture.parameter_count(_text(model))
-
     def unmeasured_part(self, model: AnyModel) -> str:
         text = _text(model)
         if text.mamba is not None:

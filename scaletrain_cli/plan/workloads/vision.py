@@ -114,9 +114,7 @@ class ImageWorkload(Workload):
 
     def training_size(self, spec: RunSpec) -> ModelSize:
         stages = stages_of_run(spec)
-        flops = 0.0
-        for stage in stages:
-            flops += steps_of(spec, stage) / spec.total_steps * self.stage_flops(spec, stage)
+        flops = sum(steps_of(spec, stage) / spec.total_steps * self.stage_flops(spec, stage) for stage in stages)
         trained = max(count_trained(spec, stage) for stage in stages)
         return replace(self.size(spec.model), trainable_parameters=trained, flops_per_token=flops)
 

@@ -23,9 +23,9 @@ from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
-from scaletrain_cli.plan.memory.engine_states import rank_model_states
+from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.stages import replicas, zero_shards
+from scaletrain_cli.plan.stages import replicas, stages_in, zero_shards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import RunSpec
@@ -154,7 +154,8 @@ def stray_state_bytes(run: LayoutRun) -> int:
     spec, layout = run.record.spec, run.record.plan.layout
     stray = []
     for rank, held in enumerate(run.states):
-        planned = rank_model_states(spec, layout, stage_of(rank, layout), replica(rank, layout) % zero_shards(layout))
+        stage = stages_in(spec, layout)[stage_of(rank, layout)]
+        planned = engine_states(spec, layout, stage, replica(rank, layout) % zero_shards(layout))[0]
         found = [getattr(held, name) - size for name, size in planned._asdict().items()]
         if rank % layout.tensor_parallel:  # the last rank may have a tenth less
             found = [max(0, each) or min(0, each + size // 10) for each, size in zip(found, planned, strict=True)]

@@ -3,11 +3,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from scaletrain_cli.plan import ModelStates, rank_model_states
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import engine_states
+from scaletrain_cli.plan.memory.states import ModelStates
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.stages import engine_stages
@@ -200,7 +200,7 @@ def test_every_rank_holds_what_is_planned(rows: list[Row]) -> None:
 
 
 def states(row: Row, replica: int | None = None) -> ModelStates:
-    return rank_model_states(row.spec, row.layout, replica=replica)
+    return engine_states(row.spec, row.layout, engine_stages(row.spec.transformer, 1)[0], replica)[0]
 
 
 def test_a_plan_states_the_fullest_of_the_replicas() -> None:
@@ -228,7 +228,8 @@ def test_muon_has_half_the_moments_of_adamw_for_the_matrices_of_blocks() -> None
 def test_a_billion_blocks_are_counted_without_visiting_each(zero: int) -> None:
     model = {"model__num_hidden_layers": 10**9, "training__precision": "fp32", "training__grad_dtype": "fp32"}
     spec = spec_of("llama-7b", layout__zero_stage=zero, cluster__gpus_per_node=2, **model)
-    held = rank_model_states(spec, build_layout(spec, resolve_axes(spec), zero, "none", 1))
+    layout = build_layout(spec, resolve_axes(spec), zero, "none", 1)
+    held = engine_states(spec, layout, engine_stages(spec.transformer, 1)[0])[0]
     assert held.parameters > 10**9
 
 
@@ -244,4 +245,5 @@ def test_moments_of_8_bits_have_scales_and_two_tables_and_small_tensors_have_non
     tensors = [50257 * 768, 1024 * 768, *12 * [768 * 2304, 768 * 768, 768 * 3072, 3072 * 768]]
     vectors = 12 * (4 * 768 + 2304 + 768 + 3072 + 768) + 2 * 768
     scaled = sum(2 * size + 8 * -(-size // 256) for size in tensors)
-    assert rank_model_states(spec, layout).optimizer_states == scaled + 8 * vectors + 2048
+    states = engine_states(spec, layout, engine_stages(spec.transformer, 1)[0])[0]
+    assert states.optimizer_states == scaled + 8 * vectors + 2048

@@ -3,9 +3,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from scaletrain_cli.plan import ModelStates
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.memory.states import ModelStates
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.trained_parameters import trained_at
