@@ -129,7 +129,7 @@ def _profiled(event: Event) -> str:
 
 
 def _schedule_changed(event: Event) -> str:
-    changes = (f"{key} was {_value(each['was'])}, now {_value(each['now'])}" for key, each in event["changes"].items())
+    changes = (f"{key} was {_value(edit['was'])}, now {_value(edit['now'])}" for key, edit in event["changes"].items())
     step, rate = event["step"], event["learning_rate"]
     begins = "" if step is None else f"from step {step + 1} on: "
     then = "" if rate is None else f"; the learning rate of step {step + 1} is {rate['now']:.4g}"

@@ -139,4 +139,4 @@ def hide_values_in(item: Any, values: Collection[str]) -> Any:
         return hide_values(item, values)
     if isinstance(item, Mapping):
         return {key: hide_values_in(value, values) for key, value in item.items()}
-    return [hide_values_in(each, values) for each in item] if isinstance(item, list | tuple) else item
+    return [hide_values_in(element, values) for element in item] if isinstance(item, list | tuple) else item

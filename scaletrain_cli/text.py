@@ -29,7 +29,7 @@ def source_text(name: str) -> str:
 
 def signal_text(number: int) -> str:
     """Return the name of a signal, as in ``SIGKILL``; of a real-time signal, most of which have none, ``signal 40``."""
-    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
+    return next((member.name for member in signal.Signals if member == number), f"signal {number}")
 
 
 def whole_text(count: int) -> str:

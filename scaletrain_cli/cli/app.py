@@ -185,8 +185,8 @@ class CommandLine:
 
     def with_word(self, given: str, word: str) -> list[str]:
         """Return ``quoted`` with ``word``, which is quoted, in place of ``given``, an argument or that of --spec."""
-        joined = [each.rpartition("--spec=") for each in self.rest]  # of `drill`
-        place = next(place for place, (*_, each) in enumerate(joined) if each == given or Path(each) == Path(given))
+        joined = [word.rpartition("--spec=") for word in self.rest]  # of `drill`
+        place = next(place for place, (*_, word) in enumerate(joined) if word == given or Path(word) == Path(given))
         words = self.quoted
         words[len(self.verb) + place] = joined[place][1] + word
         return words

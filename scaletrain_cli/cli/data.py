@@ -85,7 +85,7 @@ def prepare(
         f"{whole_text(prepared['validation_tokens'])} validation tokens, "
         f"vocabulary of {whole_text(prepared['vocab_size'])}"
     )
-    for path in [each["path"] for each in prepared.get("sources", ())] or [prepared["path"]]:
+    for path in [source["path"] for source in prepared.get("sources", ())] or [prepared["path"]]:
         typer.echo(visible(path))
 
 
@@ -284,7 +284,7 @@ def upload(
     if as_json:
         print_json(uploaded)
     else:
-        paths = {each["name"]: each["path"] for each in uploaded["sources"]}
+        paths = {source["name"]: source["path"] for source in uploaded["sources"]}
         for line in _lines_with_paths(run.data, paths):
             typer.echo(visible(line))
 

@@ -157,7 +157,7 @@ def command(
     if preset is not None:
         say("Set data.source to your corpus; python-stdlib is enough to try the spec.")
     here = f"scheduler: {DEFAULT}" in contents[target]
-    has_rows = any(f"objective: {each}" in contents[target] for each in ("sft", "dpo"))
+    has_rows = any(f"objective: {objective}" in contents[target] for objective in ("sft", "dpo"))
     suggest(
         {
             **({"look at its rows": f"scaletrain data show {target}"} if has_rows else {}),
@@ -252,8 +252,8 @@ def _fitting_spec(
     if scheduler is None and preset is None and tuned is None and nodes in (None, 1):
         scheduler = DEFAULT
     if scheduler is None:  # of several nodes, if this machine can submit to one
-        several = (each for each in all_backends() if each.traits.max_nodes != 1 and each.is_available())
-        scheduler = next((each.name for each in several), None)
+        several = (backend for backend in all_backends() if backend.traits.max_nodes != 1 and backend.is_available())
+        scheduler = next((backend.name for backend in several), None)
     if scheduler is None:
         say("found neither sbatch nor a kubeconfig.")
         if tuned is not None and nodes in (None, 1):

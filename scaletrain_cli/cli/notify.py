@@ -46,15 +46,16 @@ def try_receivers(
     named = Origin(origin, spec.name, "", tuple(spec.secret_env))
     now, text = time.time(), "a test of the receivers of this run"
     notice = Notice(f"test-{now:.3f}", "test", "note", text, now, {"event": "test", "time": now})
-    deliveries = [(each, deliver(notice, each, named, environment)) for each in spec.notify]
+    deliveries = [(receiver, deliver(notice, receiver, named, environment)) for receiver in spec.notify]
     if as_json:
         answers = [
-            {"receiver": each.name, "accepted": not sent.problem, "problem": sent.problem} for each, sent in deliveries
+            {"receiver": receiver.name, "accepted": not sent.problem, "problem": sent.problem}
+            for receiver, sent in deliveries
         ]
         print_json({"receivers": answers})
     else:
-        for each, sent in deliveries:
-            typer.echo(visible(f"{each.name}: {sent.problem or 'accepted'}"))
+        for receiver, sent in deliveries:
+            typer.echo(visible(f"{receiver.name}: {sent.problem or 'accepted'}"))
     if any(sent.problem for _, sent in deliveries):
         raise typer.Exit(ExitCode.CRASHED)
 
@@ -91,14 +92,14 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
     spec, known = read_record(run_dir).spec, read_receivers(run_dir)
     rows = [
         {
-            "receiver": each.name,
+            "receiver": receiver.name,
             "sent": state.sent,
             "waiting": len(state.pending),
             "given_up": state.dropped,
             "problem": state.problem,
         }
-        for each in spec.notify
-        for state in (known.get(each.name, Receiver()),)
+        for receiver in spec.notify
+        for state in (known.get(receiver.name, Receiver()),)
     ]
     if as_json:
         print_json({"run_id": run_dir.run_id, "receivers": rows})
@@ -124,13 +125,15 @@ def send(run: RunName, trust_owner: TrustOwner = False, as_json: AsJson = False)
     run_dir, record, environment = _own_run(run, trust_owner)
     record_lost_end(run_dir)
     Notifier(run_dir, record, environment).work(_SEND_SECONDS, is_living=False)
-    names = {each.name for each in record.spec.notify}
-    left = {name: each for name, each in read_receivers(run_dir).items() if name in names and each.pending}
+    names = {receiver.name for receiver in record.spec.notify}
+    left = {name: receiver for name, receiver in read_receivers(run_dir).items() if name in names and receiver.pending}
     if as_json:
-        print_json({"run_id": run_dir.run_id, "waiting": {name: len(each.pending) for name, each in left.items()}})
+        print_json(
+            {"run_id": run_dir.run_id, "waiting": {name: len(receiver.pending) for name, receiver in left.items()}}
+        )
     else:
-        for name, each in left.items():
-            typer.echo(visible(f"{name}: {len(each.pending)} waiting; {each.problem}"))
+        for name, receiver in left.items():
+            typer.echo(visible(f"{name}: {len(receiver.pending)} waiting; {receiver.problem}"))
         if not left:
             say("no notification is waiting")
     if left:

@@ -45,10 +45,10 @@ def command(
         raise UsageError(Reason("report.runs-or-sweep"))
     subjects: list[RunDir | Sweep] = [find_sweep(sweep)] if sweep is not None else [*map(find_run_or_sweep, runs or ())]
     subjects = subjects or [find_run_or_newest(None)]
-    sweeps = [each for each in subjects if isinstance(each, Sweep)]
+    sweeps = [subject for subject in subjects if isinstance(subject, Sweep)]
     if sweeps and len(subjects) > 1:
         raise UsageError(Reason("report.one-sweep", {"sweep": sweeps[0].name}))
-    members = sweeps[0].runs if sweeps else [each for each in subjects if not isinstance(each, Sweep)]
+    members = sweeps[0].runs if sweeps else [subject for subject in subjects if not isinstance(subject, Sweep)]
     report = read_report(list(dict.fromkeys(members)), sweeps[0] if sweeps else None)
     if output is not None:
         replace_file(output, page(report), public=True)

@@ -117,7 +117,7 @@ def _left_out(dataset: Path) -> dict[str, int | None]:
     """Return the documents that were read, removed by steps and left out as bad; None in data without a report."""
     if not (steps := (read_document(dataset / REPORT) or {}).get("steps")):
         return dict.fromkeys(_LEFT_OUT)
-    removed, bad = (sum(each["documents"] for step in steps for each in step[kind]) for kind in ("removed", "bad"))
+    removed, bad = (sum(entry["documents"] for step in steps for entry in step[kind]) for kind in ("removed", "bad"))
     return dict(zip(_LEFT_OUT, (steps[0]["documents"], removed, bad), strict=True))
 
 

@@ -44,7 +44,7 @@ def known_hashes(
     known = _read_note(note)
     if not known and os.geteuid() == 0:  # as in a container, whose submitter has read the files
         notes = map(_read_note, sorted(folder.glob(f".content-*-{name}.json")))
-        known = {path: digest for each in notes for path, digest in each.items()}
+        known = {path: digest for note in notes for path, digest in note.items()}
     local = [file for file in files if not file.etag]
     missing = [file for file in local if known.get(file.path, ("", ""))[0] != file.state]
     if missing:
@@ -125,17 +125,17 @@ def hashes_from_ranges(
 ) -> dict[str, str]:
     """Return the hash of each file by its path, from those of its ranges: of a single range it is the hash itself."""
     parts: dict[str, dict[Path, list[str]]] = {file.path: {} for file in files}
-    for each, digest in zip(ranges, digests, strict=True):
-        parts[each.file.path].setdefault(each.path, []).append(digest)
+    for part, digest in zip(ranges, digests, strict=True):
+        parts[part.file.path].setdefault(part.path, []).append(digest)
     return {
-        name: " ".join(each[0] if len(each) == 1 else f"ranges-{_combined(each)}" for each in paths.values())
+        name: " ".join(hashes[0] if len(hashes) == 1 else f"ranges-{_combined(hashes)}" for hashes in paths.values())
         for name, paths in parts.items()
     }
 
 
 def read_hashes(files: Sequence[SourceFile], workers: int = 1) -> dict[str, str]:
     """Return the hash of each local file by its path, which threads read. Raises UsageError and OSError."""
-    ranges = [each for file in files for each in ranges_of(file)]
+    ranges = [part for file in files for part in ranges_of(file)]
     with ThreadPoolExecutor(max(1, workers)) as pool:  # hashing and reading release the interpreter's lock
         return hashes_from_ranges(files, ranges, list(pool.map(hash_range, ranges)))
 

@@ -176,7 +176,7 @@ def _sample(
         documents = [record.text for record in beginning.documents if isinstance(record, Record)]
         ids = sum(len(record.tokens) for record in beginning.documents if isinstance(record, TokenRecord))
         tokens += ids or tokenizer.count(documents)
-        text += sum(len(each.encode()) for each in documents)
+        text += sum(len(document.encode()) for document in documents)
         stored += used
     return (tokens, text, stored) if stored else None
 

@@ -44,7 +44,7 @@ class Mixture:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         """``stages``: the first begins at sample 0, each later one after the one before; the same number of weights."""
-        if not stages or stages[0].first != 0 or any(last.first >= each.first for last, each in pairwise(stages)):
+        if not stages or stages[0].first != 0 or any(last.first >= stage.first for last, stage in pairwise(stages)):
             raise ValueError("stages must begin at sample 0 and at ascending samples")
         if len({len(stage.weights) for stage in stages}) != 1:
             raise ValueError("every stage must have a weight for each source")
@@ -82,7 +82,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     by_remainder = sorted(range(len(weights)), key=lambda source: (whole[source] - exact[source], source))
     missing = PARTS - sum(whole)
     for turn in range(abs(missing)):
-        candidates = by_remainder if missing > 0 else [each for each in reversed(by_remainder) if whole[each] > 1]
+        candidates = by_remainder if missing > 0 else [index for index in reversed(by_remainder) if whole[index] > 1]
         whole[candidates[turn % len(candidates)]] += 1 if missing > 0 else -1
     return tuple(whole)
 

@@ -180,14 +180,14 @@ def _description(path: str, key: str) -> RemoteFile | None:
 def _datasets(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path) -> dict[str, Path] | None:
     """Return the datasets of all sources; None if one is missing. Raises UsageError."""
     made: dict[str, Path] | None = {}
-    if any(each.dataset is None for each in sources):
+    if any(source.dataset is None for source in sources):
         made = prepared(_preparation(data, sources, runs_root, folder), runs_root / "datasets")
     return None if made is None else _in_order(data, sources, made)
 
 
 def _in_order(data: DataSpec, sources: Sequence[_Found], made: Mapping[str, Path]) -> dict[str, Path]:
     """Return all datasets in the order of the spec. Raises UsageError if bad documents are missing in one."""
-    in_order = {each.section.name: each.dataset or made[each.section.name] for each in sources}
+    in_order = {source.section.name: source.dataset or made[source.section.name] for source in sources}
     if data.on_bad == "stop":
         for dataset in made.values():
             # Bad documents may have been left out when the dataset was prepared, as another spec had asked for.
@@ -214,9 +214,9 @@ def _preparation(
     free = available_bytes() or 2 * DEFAULT_MEMORY_BYTES
     return Preparation(
         sources=tuple(
-            Source(each.section.name, each.files, each.content, columns_of(each.section, sections))
-            for each in sources
-            if each.dataset is None
+            Source(source.section.name, source.files, source.content, columns_of(source.section, sections))
+            for source in sources
+            if source.dataset is None
         ),
         sections=sections,
         tokenizer=tokenizer,
@@ -230,7 +230,7 @@ def _preparation(
 def _with_paths(section: PreparationStep, folder: Path) -> PreparationStep:
     """Return a step with the paths of its files below ``folder``."""
     if isinstance(section, ContaminationSpec):
-        return section.model_copy(update={"files": tuple(str(folder / expand_home(each)) for each in section.files)})
+        return section.model_copy(update={"files": tuple(str(folder / expand_home(name)) for name in section.files)})
     if isinstance(section, C4Spec) and section.bad_words is not None:
         return section.model_copy(update={"bad_words": str(folder / expand_home(section.bad_words))})
     return section
@@ -277,7 +277,7 @@ def _others(data: DataSpec, known: Mapping[str, Path]) -> tuple[DataSpec, Mappin
     """
     if not known:
         return data, known
-    tokenizer = next((path for each in known.values() if (path := each / "tokenizer.json").is_file()), None)
+    tokenizer = next((path for dataset in known.values() if (path := dataset / "tokenizer.json").is_file()), None)
     if data.tokenizer.path is None and tokenizer is not None:
         data = data.model_copy(update={"tokenizer": TokenizerSpec(kind="file", path=str(tokenizer))})
     missing = {section.name for section in data.all_sources} - set(known)

@@ -19,7 +19,7 @@ ROWS = ("read", "truncated", "without_target", "too_long", "unusable")
 def read_report(datasets: Mapping[str, Path], mixture: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the report of prepared data, given the folder of each source. Raises UsageError."""
     sources = [_source(name, folder) for name, folder in datasets.items()]
-    duplicates = {each["key"]: each for source in sources for each in source.pop("duplicates")}
+    duplicates = {duplicate["key"]: duplicate for source in sources for duplicate in source.pop("duplicates")}
     # A sum is None where a source does not have the count.
     sizes = [source["bytes"] for source in sources]
     size = None if None in sizes else sum(sizes)

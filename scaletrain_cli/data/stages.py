@@ -70,8 +70,8 @@ def shares_of(sources: Sequence[SourceSpec], sequences: Mapping[str, int], sampl
     """
     if len(sources) == 1:
         return {sources[0].name: 1.0}
-    by_epochs = {each.name: each.epochs * sequences[each.name] for each in sources if each.epochs is not None}
-    weights = {each.name: each.weight for each in sources if each.weight}
+    by_epochs = {source.name: source.epochs * sequences[source.name] for source in sources if source.epochs is not None}
+    weights = {source.name: source.weight for source in sources if source.weight}
     taken, total = sum(by_epochs.values()), sum(weights.values())
     if not weights:
         return _normalized(by_epochs)

@@ -105,8 +105,12 @@ def diagnose(run_id: str, case: Case) -> Diagnosis:
     # A finding is left out if another one that is as severe explains it.
     explains = {f"diagnosis.{code}": symptoms for check in CHECKS for code, symptoms in check.explains.items()}
     explained = [(f"diagnosis.{code}", other.rank[0]) for other in raised for code in explains.get(other.code, ())]
-    kept = [each for each in raised if not any(each.code == code and rank <= each.rank[0] for code, rank in explained)]
-    kept.sort(key=lambda each: each.rank)
+    kept = [
+        finding
+        for finding in raised
+        if not any(finding.code == code and rank <= finding.rank[0] for code, rank in explained)
+    ]
+    kept.sort(key=lambda finding: finding.rank)
     return Diagnosis(run_id, case.history.last_step, len(case.history), tuple(kept), (*failed, *_not_concluded(case)))
 
 

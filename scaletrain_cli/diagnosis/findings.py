@@ -116,7 +116,7 @@ class Hysteresis:
         A finding is raised if it is present in two of the last three diagnoses, becomes worse if two of them have a
         higher severity than the raised one, and is cleared if it is absent in three.
         """
-        present = {finding_key(each.code, each.subject): each for each in findings}
+        present = {finding_key(finding.code, finding.subject): finding for finding in findings}
         transitions: list[Transition] = []
         of_code = Counter(key.partition(" ")[0] for key in self.raised)
         for key in [*present, *(key for key in self._looks if key not in present)]:
@@ -132,7 +132,7 @@ class Hysteresis:
                         transitions.append(Transition("cleared", key))
                 continue
             needed = 1 if is_last else _NEEDED
-            worse = sum(_level(each) > _level(before) for each in looks if each is not None)
+            worse = sum(_level(look) > _level(before) for look in looks if look is not None)
             if _level(severity) > _level(before) and worse >= needed:
                 if before is None and of_code[finding.code] >= _MOST_SUBJECTS:
                     continue

@@ -127,9 +127,9 @@ def _latest(case: Case, column: str, after: int = 0) -> dict[str, list[float]]:
 def _of_like_layers(by_layer: Mapping[str, list[float]], name: str) -> float | None:
     """Return the median of the other layers whose names differ by a number; None if there are none."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for each in by_layer:
-        groups[_NUMBER.sub("#", each)].append(each)
-    others = [median(by_layer[each]) for each in groups[_NUMBER.sub("#", name)] if each != name]
+    for layer in by_layer:
+        groups[_NUMBER.sub("#", layer)].append(layer)
+    others = [median(by_layer[layer]) for layer in groups[_NUMBER.sub("#", name)] if layer != name]
     return median(others) if others else None
 
 

@@ -130,12 +130,12 @@ def hardware_of(telemetry: Telemetry) -> Hardware:
     nodes = {name: Recent(series) for name, series in telemetry.nodes.items()}
     parts = {}
     for column in ("step_seconds", *STEP_PARTS):
-        means = [value for each in ranks.values() if (value := each.mean(column)) is not None]
+        means = [value for rank in ranks.values() if (value := rank.mean(column)) is not None]
         if means:
             parts[column] = median(means)
     step_seconds = parts.pop("step_seconds", None)
-    memory = _spread((f"rank {number}", each.highest("memory_bytes")) for number, each in ranks.items())
-    by_column = {c: _spread((name, each.mean(c)) for name, each in gpus.items()) for c in (*_GPU_COLUMNS, *_THROTTLES)}
+    memory = _spread((f"rank {number}", rank.highest("memory_bytes")) for number, rank in ranks.items())
+    by_column = {c: _spread((name, gpu.mean(c)) for name, gpu in gpus.items()) for c in (*_GPU_COLUMNS, *_THROTTLES)}
     known = {column: spread for column, spread in by_column.items() if spread is not None}
     spreads = {column: known[column] for column in _GPU_COLUMNS if column in known}
     throttled = {column: known[column] for column in _THROTTLES if column in known}

@@ -203,7 +203,7 @@ def _history(by_step: Mapping[int, dict[str, Any]], is_whole: bool, size: int) -
     columns = {name: array("d", [math.nan if one is None else one for one in known[name]]) for name in names}
     validations = [_validation(step, by_step[step]) for step in sorted(by_step)]
     lost = [step for step in sorted(by_step) if by_step[step].get("loss", 0.0) is None]
-    return History(trained, columns, [each for each in validations if each is not None], is_whole, size, lost)
+    return History(trained, columns, [point for point in validations if point is not None], is_whole, size, lost)
 
 
 def _validation(step: int, row: Mapping[str, Any]) -> Validation | None:

@@ -71,7 +71,7 @@ def growing(case: Case) -> Iterator[Finding]:
         growths = {0: growth}
     if not growths:
         return
-    rank = max(growths, key=lambda each: growths[each].per_step)
+    rank = max(growths, key=lambda number: growths[number].per_step)
     now, per_step, last = growths[rank]
     capacity = case.plan.memory.capacity
     full = last + (capacity - now) / per_step
@@ -109,7 +109,7 @@ def above_plan(case: Case) -> Iterator[Finding]:
     ]
     if not excesses:
         return
-    _, name, figure = max(excesses, key=lambda each: each[0])
+    _, name, figure = max(excesses, key=lambda excess: excess[0])
     evidence = {"part": name.replace("_", " "), "measured": figure.measured, "planned": figure.planned}
     cause = case.cause("diagnosis.cause-plan-is-low")
     yield Finding(Reason("diagnosis.memory-above-plan", evidence), "note", "high", (cause,))

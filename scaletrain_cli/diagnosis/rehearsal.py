@@ -158,7 +158,7 @@ def rehearsal_from(data: Mapping[str, Any]) -> Rehearsal:
     return Rehearsal(
         run_id=str(data["run_id"]),
         created=float(data["created"]),
-        items=tuple(_item(each) for each in data["items"]),
+        items=tuple(_item(entry) for entry in data["items"]),
         measured=dict(data["measured"]),
         running=data["running"],
         preempted_at=data["preempted_at"],
@@ -167,7 +167,7 @@ def rehearsal_from(data: Mapping[str, Any]) -> Rehearsal:
 
 def _item(data: Mapping[str, Any]) -> Item:
     causes = tuple(
-        Cause(reason_from(each), None if each["change"] is None else Change(**each["change"]))
-        for each in data["causes"]
+        Cause(reason_from(cause), None if cause["change"] is None else Change(**cause["change"]))
+        for cause in data["causes"]
     )
     return Item(data["item"], data["verdict"], reason_from(data), data["figures"], causes, data["seconds"])

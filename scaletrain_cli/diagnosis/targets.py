@@ -206,10 +206,10 @@ def many_epochs(case: Case) -> Iterator[Finding]:
 
 def _borders(case: Case) -> list[int]:
     """Return the steps after which an epoch begins, but the first."""
-    curve, each = case.curve, case.epoch_steps
-    if curve is None or each is None or each < 4 * _BORDER_STEPS:
+    curve, epoch_steps = case.curve, case.epoch_steps
+    if curve is None or epoch_steps is None or epoch_steps < 4 * _BORDER_STEPS:
         return []
-    return [round(each * number) for number in range(1, int(curve.steps[-1] / each) + 1)][-16:]
+    return [round(epoch_steps * number) for number in range(1, int(curve.steps[-1] / epoch_steps) + 1)][-16:]
 
 
 def _falls(case: Case, borders: list[int]) -> list[tuple[float, float]]:

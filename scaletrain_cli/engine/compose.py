@@ -269,11 +269,11 @@ def _weights(spec: RunSpec, model: TrainedModel, device: torch.device, resuming:
         weights = BaseWeights(base, HuggingFaceFolder(folder, outline(spec.model)), drawn)
     elif folder is None and not resuming and spec.initial_weights:
         whole_model = outline(spec.model)
-        parts = {_MODULES[each.key]: each for each in spec.initial_weights}
+        parts = {_MODULES[part.key]: part for part in spec.initial_weights}
         weights = WeightsOfParts(
             {
-                module: HuggingFaceFolder(expand_home(each.path), whole_model.get_submodule(module), each)
-                for module, each in parts.items()
+                module: HuggingFaceFolder(expand_home(part.path), whole_model.get_submodule(module), part)
+                for module, part in parts.items()
             },
             drawn,
         )

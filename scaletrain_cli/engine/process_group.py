@@ -51,7 +51,7 @@ def _plain(item: object) -> object:
     if isinstance(item, Path):
         return {"path": str(item)}
     if kind in (list, tuple, set, frozenset):
-        return {kind.__name__: [_plain(each) for each in item]}  # type: ignore[attr-defined]
+        return {kind.__name__: [_plain(element) for element in item]}  # type: ignore[attr-defined]
     if isinstance(item, Mapping):
         return {"dict": [[_plain(key), _plain(value)] for key, value in item.items()]}
     if kind.__module__.partition(".")[0] == _PACKAGE and "<locals>" not in kind.__qualname__:
@@ -227,7 +227,7 @@ class RankConsensus:
         """Return the sums of the ranks' values, the same on every rank."""
         sums = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(sums, group=self._group)
-        return [float(each) for each in sums]
+        return [float(total) for total in sums]
 
     def on_values(self, values: dict[str, float]) -> dict[str, float]:
         """Return rank 0's values under the same names; sums of other groups may differ in their last bits."""
@@ -252,7 +252,7 @@ class RankConsensus:
         mine = torch.tensor([value], dtype=torch.float64)
         values = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(values, mine, group=self._group)
-        return [float(each) for each in values]
+        return [float(tensor) for tensor in values]
 
     def follow_rank_zero(self, item: T) -> T:
         """Return rank 0's item on every rank."""

@@ -68,9 +68,9 @@ class StageSwitch:
         # Stage 3 is referred to by parameters and hooks that are never collected.
         wrapper = composed.engine.optimizer
         composed.engine.destroy()
-        for each in (getattr(wrapper, "optimizer", None), wrapper, composed.engine):
-            if each is not None:
-                vars(each).clear()
+        for holder in (getattr(wrapper, "optimizer", None), wrapper, composed.engine):
+            if holder is not None:
+                vars(holder).clear()
         composed.engine = composed.optimizer = composed.stage = composed.model = None  # type: ignore[assignment]
         # The training loop has excluded older objects from collection.
         gc.unfreeze()

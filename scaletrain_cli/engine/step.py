@@ -236,12 +236,12 @@ class ModelStepper(Stepper):
         sums = torch.zeros(2, count, device=self._device)
         sums.index_add_(
             1,
-            torch.cat([each.sources for each in rows]),
-            torch.stack([torch.cat([each.losses for each in rows]), torch.cat([each.counted for each in rows])]),
+            torch.cat([row.sources for row in rows]),
+            torch.stack([torch.cat([row.losses for row in rows]), torch.cat([row.counted for row in rows])]),
         )
         reduced = _mean(torch.cat([pair, sums.flatten()]), group)
         losses = reduced[2 : 2 + count] / reduced[2 + count :]
-        self._source_losses = {f"loss/{name}": each for name, each in zip(self._sources, losses.unbind(), strict=True)}
+        self._source_losses = {f"loss/{name}": mean for name, mean in zip(self._sources, losses.unbind(), strict=True)}
         return reduced[0], reduced[1]
 
     def _update(self) -> Any:
@@ -285,7 +285,7 @@ class ModelStepper(Stepper):
         self._engine.eval()
         tree = self._forward(self._composed.objective.prepared(batch), lambda model, outputs, inputs: outputs)
         self._engine.train()
-        return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
     def _loss(self, batch: Any) -> Tensor:
         objective = self._composed.objective

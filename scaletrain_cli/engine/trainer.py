@@ -168,7 +168,7 @@ class Trainer:
             if save_due or copy_due or state.evaluation_due or decision is StepDecision.PREEMPT:
                 agreed = self.context.consensus.on_values
                 # None on a CPU, those of the newest step on a GPU.
-                measures += [each._replace(values=agreed(each.values)) for each in self.deferred_metrics.remaining()]
+                measures += [late._replace(values=agreed(late.values)) for late in self.deferred_metrics.remaining()]
             rolled_back = self._check(state, measures)
             if decision is StepDecision.PREEMPT:
                 return
@@ -371,7 +371,7 @@ class Trainer:
                 ready = self._compute_reference(self.reference, step)
         settings = self.context.spec.data.loader
         readers = {**self.validation.readers, **self.validation.zero_shot_readers}
-        validation = {name: each.without_groups() for name, each in readers.items() if hasattr(each, "rounds")}
+        validation = {name: reader.without_groups() for name, reader in readers.items() if hasattr(reader, "rounds")}
         training = self.faults.reading(self.training.without_groups().batch)
         self.loader = Loader(
             BatchesAndRounds(training, validation) if validation else training,
@@ -414,7 +414,7 @@ class Trainer:
 
     def _client_state(self, step: int) -> dict[str, Any]:
         state = {"step": step, **self.data.to_checkpoint(), "guard": self.guard.guard.state_dict()}
-        state["skipped"] = [list(each) for each in self.guard.skipped]
+        state["skipped"] = [list(span) for span in self.guard.skipped]
         if (images := self._images_of_statistics()) is not None:
             state["batch_norm_images"] = images
         return state

@@ -54,7 +54,7 @@ def _require_usable_images(spec: RunSpec, runs_root: Path, datasets: Iterable[En
             require_outputs(spec, document, folder)
             _require_enough_to_validate(spec, document, str(entry["source"]))
     require_same_classes({name: document.get("classes") for name, document in documents.items()})
-    sizes = {name: size for name, each in documents.items() if isinstance(size := each.get("train_samples"), int)}
+    sizes = {name: size for name, stored in documents.items() if isinstance(size := stored.get("train_samples"), int)}
     if all(source.name in sizes for source in spec.data.all_sources):
         planned_stages(spec.data, sizes, spec.total_steps, spec.training.global_batch_size)
 
@@ -111,7 +111,7 @@ def dataset_problems(view: View) -> Iterator[Problem]:
     if spec.code.own_program or spec.unit != "tokens" or spec.training.objective != "causal_lm":
         return
     folders = {source.name: (view.folder / expand_home(source.path)).absolute() for source in spec.data.all_sources}
-    named = [{"source": name, "folder": str(each)} for name, each in folders.items() if os.path.isfile(each / DATASET)]
+    named = [{"source": name, "folder": str(path)} for name, path in folders.items() if os.path.isfile(path / DATASET)]
     yield from size_problems(spec, _train_sequences(spec, Path(), named))
 
 

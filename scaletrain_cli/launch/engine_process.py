@@ -38,10 +38,10 @@ class EngineProcessError(ScaletrainError):
         message = answer.get("message") or f"the engine process {end}; its output is above."
         problems = tuple(
             Problem(
-                Place(each["file"], each["line"], each["where"]) if each["file"] else each["where"],
-                *(each[key] for key in ("key", "message", "given", "hint")),
+                Place(problem["file"], problem["line"], problem["where"]) if problem["file"] else problem["where"],
+                *(problem[key] for key in ("key", "message", "given", "hint")),
             )
-            for each in answer.get("problems", ())
+            for problem in answer.get("problems", ())
         )
         super().__init__(message, problems, remedy=None if problems else answer.get("remedy"), file=answer.get("file"))
         self.exit_code = exit_code if exit_code in set(ExitCode) else ExitCode.CRASHED

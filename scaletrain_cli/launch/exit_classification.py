@@ -127,7 +127,7 @@ def _hung_end(nodes: Sequence[NodeRecord], failures: Sequence[Failure]) -> _End:
     """Return the hang of the attempt: ``failures`` have the ranks of each node."""
     from scaletrain_cli.launch.hang import find_hang  # verbs that only list runs need no worker
 
-    node_of = {rank.rank + each: node for node in nodes for rank in node.ranks for each in range(rank.ranks)}
+    node_of = {rank.rank + offset: node for node in nodes for rank in node.ranks for offset in range(rank.ranks)}
     views = [view for failure in failures for view in failure.ranks]
     at = {address: failure.node for failure in failures for address in failure.addresses}
     stalled = {(failure.node, at[peer]) for failure in failures for peer in failure.stalled if peer in at}

@@ -215,7 +215,7 @@ def _failures(run: RunDir, attempt: AttemptRecord) -> Iterator[Evidence]:
     """Yield the failures that ranks and nodes reported, except those that the attempt's reason already contains."""
     known = list(_parts(attempt.why))
     # The ranks of a node at a hang are compared with those of the other nodes: the attempt's reason has the result.
-    failures = [each for each in read_failures(run, attempt.number) if each.why not in known and not each.ranks]
+    failures = [report for report in read_failures(run, attempt.number) if report.why not in known and not report.ranks]
     source = f"{_folder(attempt)}/failures"
     for failure in failures[:_MOST_FAILURES]:
         who = failure.node if failure.rank is None else f"rank {failure.rank}"
@@ -252,10 +252,14 @@ def _memory_report(run: RunDir, attempt: AttemptRecord, reason: ExitReason) -> I
 def _raised(run: RunDir, reason: ExitReason) -> Iterator[Evidence]:
     """Yield the raised findings of the diagnosis that explain the end, the most severe first."""
     codes = _EXPLAINED_BY.get(reason, ())
-    raised = [each for each in raised_findings(read_events(run)).values() if each.reason.code.startswith(codes or "-")]
-    raised.sort(key=lambda each: -SEVERITIES.index(each.severity))
-    for each in raised[:_MOST_FINDINGS]:
-        params = {"severity": each.severity, "finding": each.reason, "run": run.run_id}
+    raised = [
+        finding
+        for finding in raised_findings(read_events(run)).values()
+        if finding.reason.code.startswith(codes or "-")
+    ]
+    raised.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
+    for finding in raised[:_MOST_FINDINGS]:
+        params = {"severity": finding.severity, "finding": finding.reason, "run": run.run_id}
         yield Evidence.because("events.jsonl", Reason("launch.raised-finding", params))
 
 

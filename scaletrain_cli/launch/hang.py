@@ -40,8 +40,8 @@ def find_hang(
     by_rank = {view.rank: view for view in views}
     together: dict[Any, list[_Wait]] = defaultdict(list)  # by collective: thousands of ranks may wait in one
     for view in views:
-        for each in view.position.waits if view.position is not None else ():
-            together[each.group, each.number, each.spans, each.number is None and view.rank].append((view, each))
+        for call in view.position.waits if view.position is not None else ():
+            together[call.group, call.number, call.spans, call.number is None and view.rank].append((view, call))
     awaited: dict[int, list[_Wait]] = defaultdict(list)
     for waits in together.values():
         _, collective = waits[0]
@@ -51,7 +51,7 @@ def find_hang(
     waiting = {view.rank for waits in awaited.values() for view, _ in waits}
     causes = sorted(awaited.keys() - waiting)
     # Ranks that wait only in collectives which all of their ranks have entered: the data do not arrive.
-    inside = [(view, each) for waits in together.values() for view, each in waits if view.rank not in waiting]
+    inside = [(view, call) for waits in together.values() for view, call in waits if view.rank not in waiting]
     stuck = {view.rank for view, _ in inside}
     seen = [by_rank[rank] for rank in causes if rank in by_rank and rank not in stuck]
     if seen := seen or [view for view in views if not view.responded]:
@@ -64,7 +64,7 @@ def find_hang(
         return _of_silent_nodes(causes, awaited, node_of)
     if waiting:  # for each other, as where ranks call collectives in different orders
         every = sorted((wait for waits in together.values() for wait in waits), key=_order)
-        places = {view.rank: f"rank {view.rank} in the {_name(view, each)}" for view, each in every}
+        places = {view.rank: f"rank {view.rank} in the {_name(view, call)}" for view, call in every}
         return HangFinding(Reason("launch.hang-cycle", {"ranks": sorted(waiting), "places": list(places.values())}))
     behind = _worst(views)
     ahead = max(views, key=lambda view: (view.turn, view.step, view.part, -view.silent_seconds))
@@ -101,7 +101,7 @@ def _of_rank(cause: RankView, awaited: Mapping[int, Sequence[_Wait]], node_of: M
         return _finding("launch.hang-unresponsive", cause, node_of, step=cause.step)
     view, collective = min(waits, key=_order)
     ranks = sorted(
-        other.rank for other, each in waits if (each.group, each.number) == (collective.group, collective.number)
+        other.rank for other, call in waits if (call.group, call.number) == (collective.group, collective.number)
     )
     params = {"collective": _name(view, collective), "step": view.step, "waiting": ranks}
     return _finding("launch.hang-not-entered", cause, node_of, **params)

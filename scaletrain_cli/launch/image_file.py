@@ -355,12 +355,12 @@ def _with_included(name: str, folder: Path) -> Iterator[tuple[str, bool]]:
     """
     left, seen = [(name, True)], set()
     while left:
-        each = left.pop(0)
-        if each in seen:
+        entry = left.pop(0)
+        if entry in seen:
             continue
-        seen.add(each)
-        yield each
-        path, installs = each
+        seen.add(entry)
+        yield entry
+        path, installs = entry
         beside = Path(path).parent
         included = _INCLUDED.findall(_text(folder / path))
         left += [(str(beside / other), installs and bool(requirement)) for requirement, other in included]

@@ -137,7 +137,7 @@ class LiveDiagnosis:
         self._hysteresis = self._recorded()
 
     def _recorded(self) -> Hysteresis:
-        return Hysteresis({key: each.severity for key, each in raised_findings(read_events(self.run)).items()})
+        return Hysteresis({key: finding.severity for key, finding in raised_findings(read_events(self.run)).items()})
 
     def mark(self, *, is_over: bool) -> None:
         """Record for the trackers whether findings may follow."""

@@ -268,7 +268,7 @@ def _names_tables(path: str, folder: Path) -> bool:
         return True
     if "://" in path or not (place := folder / expand_home(path)).is_dir():
         return False
-    return any(each.suffix == f".{TABLE_SUFFIX}" for each in islice(place.rglob("*"), _MOST_LOOKED_AT))
+    return any(entry.suffix == f".{TABLE_SUFFIX}" for entry in islice(place.rglob("*"), _MOST_LOOKED_AT))
 
 
 def workers_here(spec: RunSpec) -> int:

@@ -365,7 +365,7 @@ def length_objections(before: RunSpec, after: RunSpec, step: int | None) -> Iter
                 moves = {"source": number, "was": before.total_steps, "now": total}
                 yield _problem(f"data.sources.{number}.epochs", "launch.resume-epochs-move", source.epochs, **moves)
     if after.training.averaging.name == "checkpoints":
-        first = min(averaged_from(each) for each in (before.total_steps, total))
+        first = min(averaged_from(length) for length in (before.total_steps, total))
         if step is None or step >= first:
             yield _problem(key, "launch.resume-mean-has-begun", given, first=first)
 

@@ -184,7 +184,7 @@ def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | UsageError]:
 def runs_in_states(runs: Sequence[RunDir], states: Collection[str]) -> list[RunDir]:
     """Return the runs in one of the states, in their order. Their whole status is read only for damaged ones."""
     if DAMAGED in states:
-        current = [DAMAGED if isinstance(each, UsageError) else each.state for each in run_statuses(runs)]
+        current = [DAMAGED if isinstance(status, UsageError) else status.state for status in run_statuses(runs)]
         return [run for run, state in zip(runs, current, strict=True) if state in states]
     settled = {run: _settled_state(run) for run in runs}
     others = [run for run in runs if settled[run] is None]
@@ -244,7 +244,7 @@ def has_finished(run: RunDir, last: AttemptRecord | None) -> bool:
 
 def _is_submitted_after(run: RunDir, last: AttemptRecord) -> bool:
     submitted = (open_request(run), read_submission(run))
-    return any(each is not None and each.first_attempt > last.number for each in submitted)
+    return any(request is not None and request.first_attempt > last.number for request in submitted)
 
 
 def is_over(run: RunDir, status: RunStatus) -> bool:

@@ -177,7 +177,7 @@ class SweepStatus:
     @property
     def best(self) -> BestRun | None:
         """The best of the finished runs, if there are several; None where they measure no common loss."""
-        finished = [each for member in self.members if (each := member.status) is not None and each.state == "finished"]
+        finished = [run for member in self.members if (run := member.status) is not None and run.state == "finished"]
         for measure in ("validation_loss", "loss"):
             values = {status.run_id: getattr(status, measure) for status in finished}
             if len(values) > 1 and None not in values.values():

@@ -110,11 +110,11 @@ def upload_checkpoint(
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="mirror") as pool:
         copies = [pool.submit(copy, name) for name in largest_first]
         try:
-            for each in copies:
-                each.result()
+            for upload in copies:
+                upload.result()
         except BaseException:
-            for each in copies:
-                each.cancel()
+            for upload in copies:
+                upload.cancel()
             raise
     before_commit()
     store.write(f"{folder.name}/{MANIFEST}", manifest)
@@ -196,6 +196,6 @@ def download_checkpoint(
         store.download(f"{folder.name}/{name}", target / name, checkpoint.files[name], on_bytes)
 
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="mirror") as pool:
-        for each in [pool.submit(fetch, name) for name in checkpoint.files]:
-            each.result()
+        for download in [pool.submit(fetch, name) for name in checkpoint.files]:
+            download.result()
     replace_file(target / MANIFEST, manifest)

@@ -104,7 +104,7 @@ class HistoryWriter:
         kept = lists[-_KEPT:]
         for generation, number in lists[:-_KEPT]:
             self._store.delete(Index(generation, number, {}).name)
-        needed = {blob for each in kept for file in _read(self._store, *each).files.values() for blob in file["blobs"]}
+        needed = {blob for pair in kept for file in _read(self._store, *pair).files.values() for blob in file["blobs"]}
         for name in self._store.list(_BLOBS):
             if PurePosixPath(name).name not in needed:
                 self._store.delete(name)

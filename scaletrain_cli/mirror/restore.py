@@ -137,7 +137,7 @@ def _receive(
     Return None if it is not valid: it is then in ``damaged``, unless its owner has deleted it. Raises MirrorError if
     none is left.
     """
-    folder = next((each for each in mirrored.folders if each.name not in damaged), None)
+    folder = next((candidate for candidate in mirrored.folders if candidate.name not in damaged), None)
     if folder is None:
         problems = "; ".join([*damaged.values()][:_MOST_PROBLEMS_SHOWN]) or "none was completed"
         params = {"place": mirrored.place, "run": mirrored.run_id, "problems": problems}
@@ -164,7 +164,7 @@ def _receive(
         except MirrorError as error:
             problem = str(error)
             shutil.rmtree(target, ignore_errors=True)
-    if any(each.name == folder.name and each.is_committed for each in list_folders(mirrored.store)):
+    if any(stored.name == folder.name and stored.is_committed for stored in list_folders(mirrored.store)):
         damaged[folder.name] = problem
     return None
 
@@ -179,7 +179,7 @@ def _read_again(mirrored: FoundRun) -> FoundRun:
 
 def _is_newest(folder: MirroredFolder, mirrored: FoundRun, damaged: Mapping[str, str]) -> bool:
     """Return whether no other checkpoint has to be tried first, and this one is still there."""
-    left = (each.name for each in mirrored.folders if each.name not in damaged)
+    left = (candidate.name for candidate in mirrored.folders if candidate.name not in damaged)
     return next(left, None) == folder.name
 
 

@@ -109,7 +109,7 @@ class Mirror:
         is_due = self._is_due()
         if is_due:
             self._require_claim()
-            newest = max((each.step for each in list_checkpoints(self._folder)), default=None)
+            newest = max((save.step for save in list_checkpoints(self._folder)), default=None)
             report_activity(self._store, self._generation, newest)
             self._looked = time.monotonic()
         if self._folders is None:
@@ -192,7 +192,7 @@ class Mirror:
         """Return the checkpoint to copy: the newest one, then those that ``keep_every`` keeps; None if none is left."""
         there = {(folder.step, folder.identity) for folder in self._valid()}
         here = list_checkpoints(self._folder)
-        absent = [each for each in here if (each.step, identity_of(dict(each.files))) not in there | self._damaged]
+        absent = [local for local in here if (local.step, identity_of(dict(local.files))) not in there | self._damaged]
         every, last = self._settings.every, max((step for step, _ in there), default=None)
         is_due = is_last or every is None or last is None or not here or here[-1].step - last >= every
         if here and here[-1] in absent and is_due:
@@ -201,7 +201,7 @@ class Mirror:
             return here[-1]
         self._update(waiting_step=None, waiting_since=None)
         keep_every = self._settings.keep_every
-        return next((each for each in reversed(absent) if keep_every and each.step % keep_every == 0), None)
+        return next((missing for missing in reversed(absent) if keep_every and missing.step % keep_every == 0), None)
 
     def _copy(self, checkpoint: Checkpoint) -> None:
         events, began, before = len(read_events(self._run)), time.monotonic(), self._throttle.sent
@@ -214,9 +214,9 @@ class Mirror:
                 if error.reason is not None and error.reason.code == "mirror.local-file-damaged":
                     self._damaged.add((checkpoint.step, identity_of(dict(checkpoint.files))))
                 raise
-        saves = [each for each in self._folders or () if each.generation == folder.generation]
-        self._delete([each for each in saves if each.step == folder.step and each.name != folder.name])  # earlier ones
-        self._folders = [each for each in self._folders or () if each.name != folder.name] + [folder]
+        saves = [save for save in self._folders or () if save.generation == folder.generation]
+        self._delete([save for save in saves if save.step == folder.step and save.name != folder.name])  # earlier ones
+        self._folders = [kept for kept in self._folders or () if kept.name != folder.name] + [folder]
         (self._clean.add if checkpoint.clean else self._clean.discard)(folder.name)
         self._describe(committed=round(time.time(), 3))
         if invalidated_steps(read_events(self._run)[events:], {checkpoint.step}):
@@ -277,11 +277,11 @@ class Mirror:
     def _delete(self, folders: Sequence[MirroredFolder]) -> None:
         for folder in folders:
             delete_folder(self._store, folder)
-        self._folders = [each for each in self._folders or () if each not in folders]
+        self._folders = [kept for kept in self._folders or () if kept not in folders]
 
     def _mark_clean(self) -> None:
         """Write the manifests again of checkpoints that training has marked clean since they were copied."""
-        waiting = {(each.step, each.identity): each for each in self._line() if each.name not in self._clean}
+        waiting = {(save.step, save.identity): save for save in self._line() if save.name not in self._clean}
         for checkpoint in list_checkpoints(self._folder) if waiting else ():
             folder = waiting.get((checkpoint.step, identity_of(dict(checkpoint.files))))
             if checkpoint.clean and folder is not None:

@@ -76,7 +76,7 @@ def slack_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message as Slack's incoming webhooks read it: ``text`` for notifications, ``blocks`` for the page."""
     title = f"{message['kind']}: {_CHANGES.get(message['change'], '')}{message['text']}"
     mark = _MARKS.get(message["severity"], "")
-    run, text = (html.escape(each, quote=False) for each in (str(message["run_id"]), title))  # as Slack requires
+    run, text = (html.escape(part, quote=False) for part in (str(message["run_id"]), title))  # as Slack requires
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(message["time"]))
     below = f"`scaletrain diagnose {run}` · `scaletrain explain {run}` · {when}"
     return {

@@ -115,7 +115,7 @@ class Receiver:
             notice = replace(notice, text=f"{notice.text}; {self.end}")
         if notice.change == "cleared":
             known = self.known.pop(notice.subject, None)
-            self.pending = [each for each in self.pending if each.notice.subject != notice.subject]
+            self.pending = [pending for pending in self.pending if pending.notice.subject != notice.subject]
             if known is not None:  # only a receiver that got the finding gets its end
                 self._add(notice)
         elif notice.kind == RAISED_EVENT:
@@ -124,8 +124,8 @@ class Receiver:
             known = self.known.get(notice.subject)
             is_known = known is not None and known.notice.severity == notice.severity
             if not is_known and not any(
-                each.notice.subject == notice.subject and each.notice.severity == notice.severity
-                for each in self.pending
+                pending.notice.subject == notice.subject and pending.notice.severity == notice.severity
+                for pending in self.pending
             ):
                 self._replace(notice)
         elif not notice.subject or notice.subject not in self.known:
@@ -136,7 +136,7 @@ class Receiver:
     def remind(self, now: float, settings: NotifySpec) -> None:
         """Add reminders of the findings that last for ``repeat`` seconds since the receiver got the last one."""
         for subject, known in self.known.items():
-            waiting = any(each.notice.subject == subject for each in self.pending)
+            waiting = any(pending.notice.subject == subject for pending in self.pending)
             if known.lasts and not waiting and now - known.time >= settings.repeat:
                 number = known.reminders + 1
                 name = f"{known.notice.id.partition('+')[0]}+{number}"
@@ -176,7 +176,7 @@ class Receiver:
 
     def _replace(self, notice: Notice) -> None:
         if notice.subject:
-            self.pending = [each for each in self.pending if each.notice.subject != notice.subject]
+            self.pending = [pending for pending in self.pending if pending.notice.subject != notice.subject]
         self._add(notice)
 
     def _add(self, notice: Notice) -> None:

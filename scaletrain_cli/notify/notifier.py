@@ -62,7 +62,7 @@ class Notifier:
 
     def __init__(self, run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> None:
         self._run, self._environment = run, environment
-        self._settings: dict[str, NotifySpec] = {each.name: each for each in record.spec.notify}
+        self._settings: dict[str, NotifySpec] = {settings.name: settings for settings in record.spec.notify}
         self._origin = Origin(run.run_id, record.spec.name, str(run.path), tuple(record.spec.secret_env))
         self._logged: dict[str, str] = {}
 
@@ -79,8 +79,8 @@ class Notifier:
                 return
             receivers = self._collect(is_living)
             if not is_living:  # the last try may have been a long time ago, and there may be no later one
-                for each in receivers.values():
-                    each.pending = [replace(pending, not_before=0.0) for pending in each.pending]
+                for receiver in receivers.values():
+                    receiver.pending = [replace(pending, not_before=0.0) for pending in receiver.pending]
             while (due := self._next(receivers)) is not None:
                 name, pending, at = due
                 if (pause := at - time.time()) > 0:
@@ -96,7 +96,7 @@ class Notifier:
         """Return the receivers with what new events add, after that was written."""
         known = read_receivers(self._run)
         receivers = {name: known.get(name, Receiver()) for name in self._settings}
-        before = {name: each.to_json() for name, each in receivers.items()}
+        before = {name: state.to_json() for name, state in receivers.items()}
         for name, receiver in receivers.items():
             settings = self._settings[name]
             if receiver.read_bytes is None:
@@ -109,12 +109,14 @@ class Notifier:
                 receiver.read_bytes = end
             if is_living:
                 receiver.remind(time.time(), settings)
-        if before != {name: each.to_json() for name, each in receivers.items()}:
+        if before != {name: state.to_json() for name, state in receivers.items()}:
             self._write(receivers)
         return receivers
 
     def _write(self, receivers: Mapping[str, Receiver]) -> None:
-        write_document(state_file(self._run), {"receivers": {name: each.to_json() for name, each in receivers.items()}})
+        write_document(
+            state_file(self._run), {"receivers": {name: receiver.to_json() for name, receiver in receivers.items()}}
+        )
 
     def _next(self, receivers: Mapping[str, Receiver]) -> tuple[str, Pending, float] | None:
         """Return the receiver and the notification to be sent first, and its Unix time; None if there is none."""
@@ -126,12 +128,12 @@ class Notifier:
                 # Limited, because the clock may have been set back since.
                 max(
                     min(pending.not_before, now + _LONGEST_RETRY_SECONDS),
-                    min(each.blocked_until, now + LONGEST_RETRY_AFTER),
-                    min(each.last_sent, now) + _LEAST_GAP_SECONDS,
+                    min(receiver.blocked_until, now + LONGEST_RETRY_AFTER),
+                    min(receiver.last_sent, now) + _LEAST_GAP_SECONDS,
                 ),
             )
-            for name, each in receivers.items()
-            for pending in each.pending[:1]
+            for name, receiver in receivers.items()
+            for pending in receiver.pending[:1]
         ]
         return min(waiting, key=lambda one: one[2], default=None)
 

@@ -76,10 +76,10 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     kinds = model.parts_between(0, model.num_hidden_layers)
     return Architecture(
         model,
-        embedding=sum(each.on_rank(tensor_parallel, 1) for each in opening),
+        embedding=sum(tensor.on_rank(tensor_parallel, 1) for tensor in opening),
         blocks={parts: _block(model, parts, tensor_parallel, expert_parallel) for parts, _ in kinds},
-        final_norm=sum(each.elements for each in closing if not each.is_matrix),
-        head=sum(each.on_rank(tensor_parallel, 1) for each in closing if each.is_matrix),
+        final_norm=sum(tensor.elements for tensor in closing if not tensor.is_matrix),
+        head=sum(tensor.on_rank(tensor_parallel, 1) for tensor in closing if tensor.is_matrix),
     )
 
 
@@ -87,15 +87,19 @@ def _block(model: ModelSpec, parts: BlockParts, tensor: int, expert: int) -> Blo
     """Return the parameters that one rank holds of a block that consists of ``parts``."""
     by_kind: Counter[str] = Counter()
     held = 0
-    for each in block_tensors(model, parts):
+    for weight in block_tensors(model, parts):
         kind = "vectors"
-        if each.experts:
-            kind, held = "experts", -(-each.experts // expert)
-        elif each.is_matrix:
+        if weight.experts:
+            kind, held = "experts", -(-weight.experts // expert)
+        elif weight.is_matrix:
             kind = (
-                "router" if each.name == "mlp.gate.weight" else "mlp" if each.name.startswith("mlp.") else "attention"
+                "router"
+                if weight.name == "mlp.gate.weight"
+                else "mlp"
+                if weight.name.startswith("mlp.")
+                else "attention"
             )
-        by_kind[kind] += each.on_rank(tensor, expert)
+        by_kind[kind] += weight.on_rank(tensor, expert)
     of_expert = by_kind["experts"] // held if held else 0
     return Block(by_kind["attention"], by_kind["mlp"], by_kind["router"], of_expert, held, by_kind["vectors"])
 
@@ -134,18 +138,18 @@ def active_parameter_count(model: ModelSpec) -> int:
 
 def attention_matmul_flops(model: ModelSpec) -> int:
     """Return the forward FLOPs per token of one block's attention projections: 2 per weight."""
-    matrices = (each for each in block_tensors(model, DENSE_BLOCK) if each.is_matrix)
-    return 2 * sum(each.elements for each in matrices if not each.name.startswith("mlp."))
+    matrices = (tensor for tensor in block_tensors(model, DENSE_BLOCK) if tensor.is_matrix)
+    return 2 * sum(matrix.elements for matrix in matrices if not matrix.name.startswith("mlp."))
 
 
 @lru_cache(maxsize=256)
 def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
     """Return the forward FLOPs per token of one block's MLP: 2 per active weight; ``experts``: for an MoE block."""
     weights = 0
-    for each in block_tensors(model, SPARSE_BLOCK if experts else DENSE_BLOCK):
-        if each.is_matrix and each.name.startswith("mlp."):
-            idle = max(0, each.experts - model.num_experts_per_tok)
-            weights += each.elements - (each.elements // each.experts * idle if each.experts else 0)
+    for tensor in block_tensors(model, SPARSE_BLOCK if experts else DENSE_BLOCK):
+        if tensor.is_matrix and tensor.name.startswith("mlp."):
+            idle = max(0, tensor.experts - model.num_experts_per_tok)
+            weights += tensor.elements - (tensor.elements // tensor.experts * idle if tensor.experts else 0)
     return 2 * weights
 
 

@@ -102,7 +102,7 @@ class BlockGraph(NamedTuple):
     @property
     def linears(self) -> tuple[Linear, ...]:
         ends = (self.output, *self.mlp, self.down, self.router, *self.routed, self.routed_down, self.shared_gate)
-        return (*(layer for chain in self.branches for layer in chain), *(each for each in ends if each is not None))
+        return (*(layer for chain in self.branches for layer in chain), *(layer for layer in ends if layer is not None))
 
 
 @lru_cache(maxsize=256)
@@ -110,7 +110,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
     """Return the layers of one block, by the names of the engine's modules; ``experts``: an MoE block."""
     experts = experts and model.num_experts > 0 and not model.has_fused_qkv
     all_tensors = block_tensors(model, SPARSE_BLOCK if experts else DENSE_BLOCK)
-    tensors = {each.name.removesuffix(".weight"): each for each in all_tensors}
+    tensors = {weight.name.removesuffix(".weight"): weight for weight in all_tensors}
 
     def layers(*names: str) -> Iterator[Linear]:
         """Yield those of these layers that the block has; of routed experts, as many as a token takes."""
@@ -128,7 +128,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         (queries, output), (first, down) = layers("attn.c_attn", "attn.c_proj"), layers("mlp.c_fc", "mlp.c_proj")
         return BlockGraph("ln_1", ((queries,),), output, "ln_2", (first,), down)
     branches: tuple[tuple[Linear, ...], ...] = tuple(
-        (each,) for each in layers(*(f"self_attn.{name}_proj" for name in ("qkv", "q", "k", "v")))
+        (projection,) for projection in layers(*(f"self_attn.{name}_proj" for name in ("qkv", "q", "k", "v")))
     )
     latent_norms: tuple[str, ...] = ()
     if model.kv_lora_rank:  # arXiv:2405.04434, section 2.1
@@ -218,7 +218,7 @@ def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) 
 @lru_cache(maxsize=256)
 def linear_weights(model: ModelSpec, experts: bool) -> int:
     """Return the weights per token of the forward products of a block, without adapters."""
-    return sum(each.weights for each in block_graph(model, experts).linears)
+    return sum(linear.weights for linear in block_graph(model, experts).linears)
 
 
 def block_flops(model: ModelSpec, training: BlockTraining, experts: bool) -> tuple[int, int]:
@@ -228,7 +228,7 @@ def block_flops(model: ModelSpec, training: BlockTraining, experts: bool) -> tup
     """
     back, core = backward_products(model, training, experts), block_attention_flops(model)
     forward = linear_weights(model, experts)
-    for each in block_graph(model, experts).linears if training.adapters else ():
-        forward += training.rank(each.name) * (each.inputs + each.outputs) * each.copies
+    for linear in block_graph(model, experts).linears if training.adapters else ():
+        forward += training.rank(linear.name) * (linear.inputs + linear.outputs) * linear.copies
     backward = back.inputs + back.weights + back.adapters
     return 2 * forward + core, 2 * backward + (2 * core if back.attention else 0)

@@ -81,28 +81,28 @@ def find_calibration(
     """
     kind = (find_accelerator(spec.cluster).name, spec.model.family, spec.training.precision, spec.planner.framework)
     applicable = [
-        each
-        for each in measured
-        if (each.gpu, each.family, each.precision, each.framework) == kind
-        and (not machine or not each.machine or each.machine == machine)
+        run
+        for run in measured
+        if (run.gpu, run.family, run.precision, run.framework) == kind
+        and (not machine or not run.machine or run.machine == machine)
     ]
     apart = sorted(
-        ((_distance(each, spec, model, layout), -each.measured, each) for each in applicable), key=lambda row: row[:2]
+        ((_distance(run, spec, model, layout), -run.measured, run) for run in applicable), key=lambda row: row[:2]
     )
-    near = [(distance, each) for distance, _, each in apart if distance <= _FURTHEST]
+    near = [(distance, run) for distance, _, run in apart if distance <= _FURTHEST]
     if not near:
         return None
     closest = near[0][0]
-    used = [each for distance, each in near if distance == 0 or closest > 0][:_MOST_USED]
+    used = [run for distance, run in near if distance == 0 or closest > 0][:_MOST_USED]
     return Calibration(
-        factor=math.exp(median(math.log(each.factor) for each in used)),
-        low=min(each.low / each.planned_seconds for each in used),
-        high=max(each.high / each.planned_seconds for each in used),
+        factor=math.exp(median(math.log(run.factor) for run in used)),
+        low=min(run.low / run.planned_seconds for run in used),
+        high=max(run.high / run.planned_seconds for run in used),
         runs=len(used),
-        newest=max(each.measured for each in used),
+        newest=max(run.measured for run in used),
         same_workload=closest == 0,
         nodes=used[0].nodes,
-        versions=dict(max(used, key=lambda each: each.measured).versions),
+        versions=dict(max(used, key=lambda run: run.measured).versions),
     )
 
 
@@ -118,7 +118,7 @@ def calibrated(time: Time, calibration: Calibration, *, nodes: int) -> Time:
         exposed_communication=network * time.exposed_communication,
         to_train=step / time.step * (time.to_train - time.reference) + factor * time.reference,
         stall_seconds=network * time.stall_seconds,
-        by_stage=tuple(StageTime(factor * each.forward, factor * each.backward) for each in time.by_stage),
+        by_stage=tuple(StageTime(factor * stage.forward, factor * stage.backward) for stage in time.by_stage),
     )
 
 

@@ -92,13 +92,13 @@ def muon_seconds(
     """
     ranks = _ranks(layout)
     shapes = orthogonalized_shapes(model, start, blocks)
-    each = []
+    times = []
     for (rows, columns), count in shapes:
         short, long = sorted((rows, columns))
         gram, square = matmul_seconds(short, long, short, rate), matmul_seconds(short, short, short, rate)
         once = gram + square + matmul_seconds(short, short, long, rate)
-        each.append((settings.newton_schulz_steps * once, count))
-    compute = max(sum(seconds * count for seconds, count in each) / ranks, max((s for s, _ in each), default=0.0))
+        times.append((settings.newton_schulz_steps * once, count))
+    compute = max(sum(seconds * count for seconds, count in times) / ranks, max((s for s, _ in times), default=0.0))
     return compute + sum(link.exchange(size, ranks) for size in _exchanged(settings, layout, shapes))
 
 

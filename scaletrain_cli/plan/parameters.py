@@ -31,10 +31,10 @@ def _llava(model: LlavaSpec) -> Iterator[Parameter]:
     """Yield the parameters of the image tower, the projector and the language model of LLaVA."""
     yield from vision_parameters(model)
     layers = model.text_config.num_hidden_layers
-    for each in model_parameters(model.text_config):
-        below = {"embedding": layers + 1, "block": layers - (each.block or 0), "closing": 0}[each.place]
+    for parameter in model_parameters(model.text_config):
+        below = {"embedding": layers + 1, "block": layers - (parameter.block or 0), "closing": 0}[parameter.place]
         path = "language_model."
-        yield each._replace(name=f"{path}{each.name}", tensor=f"{path}{each.tensor}", below=below)
+        yield parameter._replace(name=f"{path}{parameter.name}", tensor=f"{path}{parameter.tensor}", below=below)
 
 
 def base_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
@@ -50,7 +50,7 @@ def stored_shapes(model: AnyModel | ClipVisionSpec) -> dict[str, tuple[int, ...]
     Of an image tower alone under the names of a CLIP.
     """
     if isinstance(model, ClipVisionSpec):
-        return {each.name: each.shape for each in vision_tower(model, "vision_model", 0)}
+        return {parameter.name: parameter.shape for parameter in vision_tower(model, "vision_model", 0)}
     if not isinstance(model, ModelSpec):
         return base_shapes(model) | {buffer.name: buffer.shape for buffer in vision_buffers(model)}
     biased = model.topk_method == "noaux_tc" and not model.has_fused_qkv

@@ -137,8 +137,8 @@ def _assemble(
         slower = time.step
         time = calibrated(time, calibration, nodes=spec.cluster.nodes)
         slower = time.step / slower
-        others = tuple(replace(each, step_seconds=slower * each.step_seconds) for each in others)
-        stages = tuple(replace(each, step_seconds=slower * each.step_seconds) for each in stages)
+        others = tuple(replace(other, step_seconds=slower * other.step_seconds) for other in others)
+        stages = tuple(replace(stage, step_seconds=slower * stage.step_seconds) for stage in stages)
     durability = plan_durability(spec, chosen.layout, time, device)
     cost = plan_cost(spec, chosen.layout, time, durability)
     return RunPlan(

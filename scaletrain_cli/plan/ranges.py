@@ -193,7 +193,7 @@ def plan_ranges(
     unknown = MeasuredError(False, *kind)
     ranges = Ranges(_around_plan(timed or unknown), _around_plan(held or unknown))
     if calibration is not None:
-        step = Range(*(time.step * each / calibration.factor for each in (calibration.low, calibration.high)))
+        step = Range(*(time.step * bound / calibration.factor for bound in (calibration.low, calibration.high)))
         own = replace(unknown, calibrated=True, basis="own runs", n=calibration.runs)
         ranges = replace(ranges, time=replace(own, p10=step.p10 / time.step, p90=step.p90 / time.step))
     elif timed is not None:
@@ -226,7 +226,7 @@ def chance_within(plan: RunPlan, seconds: float | None, dollars: float | None) -
     A limit that is None does not count. Return None without evidence on the time, or if the run never ends.
     """
     error, planned = plan.ranges.time, (plan.durability.wall_seconds, plan.cost.expected_usd)
-    shares = [limit / each for limit, each in zip((seconds, dollars), planned, strict=True) if limit and each]
+    shares = [limit / amount for limit, amount in zip((seconds, dollars), planned, strict=True) if limit and amount]
     if not error.basis or not shares or planned[0] is None:
         return None
     return share_below(plan.time, error, min(shares) * plan.time.step)

@@ -407,19 +407,19 @@ class RunPlan:
         """Return the stable JSON object, ``schema`` first. Each text has its reason code and parameters beside it."""
         data = {key: value for key, value in dataclasses.asdict(self).items() if key not in _REASONED}
         data["alternatives"] = [
-            dataclasses.asdict(each.layout)
-            | {"time": {"step": each.step_seconds}, "memory": {"peak": each.peak_bytes}, "fits": each.fits}
-            | {"why": str(each.why), **each.why.to_document()}
-            for each in self.alternatives
+            dataclasses.asdict(option.layout)
+            | {"time": {"step": option.step_seconds}, "memory": {"peak": option.peak_bytes}, "fits": option.fits}
+            | {"why": str(option.why), **option.why.to_document()}
+            for option in self.alternatives
         ]
         data["rejected"] = [
-            {"reason": each.text, "count": each.count, "example": each.example, **each.reason.to_document()}
-            for each in self.rejected
+            {"reason": refusal.text, "count": refusal.count, "example": refusal.example, **refusal.reason.to_document()}
+            for refusal in self.rejected
         ]
         data["sanity"] = [
-            {"topic": each.topic, "value": each.value, "verdict": each.verdict, "message": f"{each.message}."}
-            | each.message.to_document()
-            for each in self.sanity
+            {"topic": check.topic, "value": check.value, "verdict": check.verdict, "message": f"{check.message}."}
+            | check.message.to_document()
+            for check in self.sanity
         ]
         data["cost"] = self.cost.to_json()
         for name in ("warnings", "assumptions"):

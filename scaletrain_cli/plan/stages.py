@@ -46,14 +46,14 @@ def blocks_per_stage(model: ModelSpec, stages: int) -> tuple[int, ...]:
     even = (layers * block - others * head) // (stages * block)  # blocks with which the last stage has average cost
 
     def cost(last: int) -> tuple[int, int, int]:
-        each, left = divmod(layers - last, others)
-        slowest = max((each + (left > 0)) * block, last * block + head)
-        squares = left * (each + 1) ** 2 + (others - left) * each**2
+        blocks, left = divmod(layers - last, others)
+        slowest = max((blocks + (left > 0)) * block, last * block + head)
+        squares = left * (blocks + 1) ** 2 + (others - left) * blocks**2
         return slowest, squares * block**2 + (last * block + head) ** 2, last
 
     last = min((min(max(1, even + near), most) for near in (-1, 0, 1, 2)), key=cost)
-    each, left = divmod(layers - last, others)
-    return (*[each] * (others - left), *[each + 1] * left, last)
+    blocks, left = divmod(layers - last, others)
+    return (*[blocks] * (others - left), *[blocks + 1] * left, last)
 
 
 # In a pipeline with more stages only the first, second and last are sized: no published run has more, and a typing
@@ -114,9 +114,9 @@ def stages_of(
     if model.num_hidden_layers <= MOST_BLOCKS or split:
         all_stages = stages_with(model, split or blocks_by_stage(model, stages))
         return tuple(all_stages[index] for index in indices)
-    each, left = divmod(model.num_hidden_layers, stages)
+    blocks, left = divmod(model.num_hidden_layers, stages)
     return tuple(
-        _stage(model, index, each + (index < left), index * each + min(index, left), index == stages - 1)
+        _stage(model, index, blocks + (index < left), index * blocks + min(index, left), index == stages - 1)
         for index in indices
     )
 

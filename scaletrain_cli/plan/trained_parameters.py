@@ -87,7 +87,7 @@ def steps_of(spec: RunSpec, stage: Stage | None) -> int:
 def count_trained(spec: RunSpec, stage: Stage | None) -> int:
     """Return the number of parameters that train in a stage."""
     every = model_parameters(spec.model)
-    return sum(each.numel for each in every if (each.trains if stage is None else each.name in stage.since))
+    return sum(tensor.numel for tensor in every if (tensor.trains if stage is None else tensor.name in stage.since))
 
 
 def stored_parameters(spec: RunSpec) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ def stored_parameters(spec: RunSpec) -> list[tuple[int, int]]:
     Weights that never train are not stored if they come from the files of ``model.weights``.
     """
     left_out = base_names(spec)
-    stored = sum(each.numel for each in model_parameters(spec.model) if each.name not in left_out)
+    stored = sum(tensor.numel for tensor in model_parameters(spec.model) if tensor.name not in left_out)
     return [(count, stored - count) for count in (count_trained(spec, stage) for stage in stages_of_run(spec))]
 
 

@@ -218,5 +218,5 @@ def trained_count(spec: RunSpec, stage: TrainedStage) -> int:
 
 def orthogonalized_by_stage(spec: RunSpec) -> list[int]:
     """Return, for each stage, the parameters that Muon orthogonalizes."""
-    names = {each.name: each.numel for each in model_parameters(spec.transformer) if each.is_orthogonalized}
+    names = {tensor.name: tensor.numel for tensor in model_parameters(spec.transformer) if tensor.is_orthogonalized}
     return [sum(names.get(name, 0) for name in stage.since) for stage in training_stages(spec)]

@@ -283,7 +283,7 @@ def _flags(chart: Chart, span: Span) -> str:
     for axis in ("step", "time"):
         flags: list[str] = []
         before, beside = -1.0, 0
-        for mark in sorted(chart.marks, key=lambda each: mark_place(each, span, axis) or 0.0):
+        for mark in sorted(chart.marks, key=lambda flag: mark_place(flag, span, axis) or 0.0):
             place = mark_place(mark, span, axis) if mark["kind"] in symbols else None
             if place is None:
                 continue

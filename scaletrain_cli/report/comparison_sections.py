@@ -58,8 +58,8 @@ def comparison_sections(report: Mapping[str, Any], tables: list[dict[str, Any]])
     if report["differences"]:
         yield f'<section id="differences"><h2>Differences of the specs</h2>{_differences(report)}</section>'
     yield f'<section id="diagnosis"><h2>Diagnosis</h2>{"".join(_findings(runs))}</section>'
-    missing = [f"{each['run_id']}: {each['text']}" for each in report["damaged"]]
-    missing += [f"{run['run_id']}: {each['text']}" for run in runs for each in run["missing"]]
+    missing = [f"{entry['run_id']}: {entry['text']}" for entry in report["damaged"]]
+    missing += [f"{run['run_id']}: {entry['text']}" for run in runs for entry in run["missing"]]
     if missing:
         rows = "".join(f"<li>{safe(text)}</li>" for text in missing)
         yield f'<section id="missing"><h2>Not in this report</h2><ul class="missing">{rows}</ul></section>'
@@ -227,7 +227,7 @@ def _best_points(report: Mapping[str, Any], order: Sequence[str]) -> Iterator[st
     rows = [
         [
             str(place),
-            *(safe("–" if (n := each["values"].get(run_id)) is None else plain_value(n)) for each in parameters),
+            *(safe("–" if (n := varied["values"].get(run_id)) is None else plain_value(n)) for varied in parameters),
             value_text(report["final"][run_id], ""),
             safe(by_id[run_id]["status"]["state"]),
             safe(value_text(by_id[run_id]["status"]["cost_so_far_usd"], "usd")),

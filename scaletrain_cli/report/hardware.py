@@ -49,9 +49,9 @@ def hardware_of_run(run: RunDir, hardware: Hardware | None) -> dict[str, Any] | 
     """
     if hardware is None:
         return None
-    ranks = [_latest(f"{number}", each, _RANK_COLUMNS, ("memory_bytes",)) for number, each in hardware.ranks.items()]
-    gpus = [_latest(name, each, _GPU_COLUMNS, _GPU_HIGHEST) for name, each in hardware.gpus.items()]
-    nodes = [_latest(name, each, _NODE_COLUMNS, ()) for name, each in hardware.nodes.items()]
+    ranks = [_latest(f"{number}", rank, _RANK_COLUMNS, ("memory_bytes",)) for number, rank in hardware.ranks.items()]
+    gpus = [_latest(name, gpu, _GPU_COLUMNS, _GPU_HIGHEST) for name, gpu in hardware.gpus.items()]
+    nodes = [_latest(name, node, _NODE_COLUMNS, ()) for name, node in hardware.nodes.items()]
     curves, layers = _curves(run)
     return {
         "is_whole": hardware.is_whole,
@@ -155,7 +155,7 @@ def hardware_section(run: Mapping[str, Any], span: Span | None, tables: list[dic
         return
     marks = [mark for mark in run["marks"] if mark["kind"] in ("attempt", "rollback")]
     if span is not None:
-        figures = [_figure(each, span, marks, run["planned"], tables) for each in hardware["curves"]]
+        figures = [_figure(curve, span, marks, run["planned"], tables) for curve in hardware["curves"]]
         yield f'<div class="charts">{"".join(figures)}</div>'
     for key, title, count in (
         ("ranks", "rank", "rank_count"),
@@ -183,11 +183,11 @@ def _figure(
 ) -> str:
     title, unit, logarithmic = _CHARTS[curve["key"]]
     lines = []
-    for number, each in enumerate(curve["lines"]):
-        name, banded = each["name"].replace("_", " "), len(curve["lines"]) <= 2
-        column = {key: each[key] for key in ("mean", "low", "high")} | {"name": name}
-        tables.append({"step": each["step"], "time": each["time"], "columns": {"value": column}})
-        line = line_of(tables[-1] | {"attempt": each["attempt"]}, "value", name, f"c{number % 8}", len(tables) - 1)
+    for number, series in enumerate(curve["lines"]):
+        name, banded = series["name"].replace("_", " "), len(curve["lines"]) <= 2
+        column = {key: series[key] for key in ("mean", "low", "high")} | {"name": name}
+        tables.append({"step": series["step"], "time": series["time"], "columns": {"value": column}})
+        line = line_of(tables[-1] | {"attempt": series["attempt"]}, "value", name, f"c{number % 8}", len(tables) - 1)
         lines.append(line if banded else dataclasses.replace(line, low=(), high=()))
     levels = {"planned peak": planned["memory_bytes"], "device": planned["memory_capacity_bytes"]}
     known = [(name, value) for name, value in levels.items() if value is not None and curve["key"] == "memory"]
@@ -198,8 +198,8 @@ def _figure(
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     units = {column: _unit(column) for row in rows for column in row if column != "name"}
-    cells = ([safe(row["name"]), *(safe(value_text(row.get(each), units[each])) for each in units)] for row in rows)
-    names = (each if unit == "share" else each.removesuffix(f"_{unit}") for each, unit in units.items())
+    cells = ([safe(row["name"]), *(safe(value_text(row.get(key), units[key])) for key in units)] for row in rows)
+    names = (key if unit == "share" else key.removesuffix(f"_{unit}") for key, unit in units.items())
     return table([title, *(name.replace("_", " ") for name in names)], cells, "t" + "n" * len(units))
 
 

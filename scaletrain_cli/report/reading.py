@@ -235,7 +235,7 @@ def _nodes(run: RunDir, attempts: Sequence[AttemptRecord], now: float) -> dict[s
 
 
 def _failure(record: NodeRecord, attempt: AttemptRecord) -> dict[str, Any]:
-    rank = next((each for each in record.ranks if each.holds(record.first_failure)), None)
+    rank = next((process for process in record.ranks if process.holds(record.first_failure)), None)
     return {
         "attempt": attempt.number,
         "rank": record.first_failure,
@@ -296,7 +296,7 @@ def spec_of(run: RunDir) -> dict[str, Any]:
             {
                 "revision": number,
                 "created": document.get("created"),
-                "overrides": [without_secrets(str(each)) for each in document.get("overrides", ())],
+                "overrides": [without_secrets(str(override)) for override in document.get("overrides", ())],
                 "changed": differences(before, after),
             }
         )
@@ -336,7 +336,7 @@ def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
         if prefix == "env":
             return [(f"env.{name}", _HIDDEN) for name in value]
         return [
-            leaf for name, each in value.items() for leaf in _leaves(f"{prefix}.{name}" if prefix else str(name), each)
+            leaf for name, part in value.items() for leaf in _leaves(f"{prefix}.{name}" if prefix else str(name), part)
         ]
     if isinstance(value, list | dict):
         return [(prefix, json.dumps(value))]
@@ -376,7 +376,7 @@ def compared_figures(view: RunView) -> list[Compared]:
     goodput = None if case.goodput is None else case.goodput.share
     compared += [*_cost(case, figures), *_checkpoints(case)]
     compared.append(Compared("goodput", "goodput", "share", case.plan.durability.expected_goodput, goodput))
-    return [each for each in compared if each.planned is not None or each.measured is not None]
+    return [figure for figure in compared if figure.planned is not None or figure.measured is not None]
 
 
 def _memory(case: Case, fullest: float | None) -> Iterator[Compared]:

@@ -235,9 +235,9 @@ def spec_section(run: Mapping[str, Any]) -> Iterator[str]:
         overrides = f": {', '.join(revision['overrides'])}" if revision["overrides"] else ""
         yield f"<h3>Revision {revision['revision']}, {time_text(revision['created'])} UTC{safe(overrides)}</h3>"
         lines = []
-        for each in revision["changed"]:
-            for mark, tag, value in (("-", "del", each["before"]), ("+", "ins", each["after"])):
-                lines.append(f"<{tag}>{mark} {safe(each['key'])}: {safe(plain_value(value))}</{tag}>")
+        for change in revision["changed"]:
+            for mark, tag, value in (("-", "del", change["before"]), ("+", "ins", change["after"])):
+                lines.append(f"<{tag}>{mark} {safe(change['key'])}: {safe(plain_value(value))}</{tag}>")
         differences = "\n".join(lines) or "no key of the spec"
         yield f"<pre>{differences}</pre>"
     rows = "\n".join(f"{safe(row['key'])}: {safe(plain_value(row['value']))}" for row in spec["keys"])

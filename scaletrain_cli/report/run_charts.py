@@ -135,7 +135,7 @@ def _charts(run: Mapping[str, Any], number: int) -> Iterator[Chart]:
     ):
         yield chart(column, title, unit, lines(column, "measured", color), levels=level(column), from_zero=True)
     yield chart("loss-scale", "Loss scale", "", lines("loss_scale", "loss scale", "c4"), logarithmic=True, legend=False)
-    if run["hardware"] is not None and any(each["key"] == "memory" for each in run["hardware"]["curves"]):
+    if run["hardware"] is not None and any(curve["key"] == "memory" for curve in run["hardware"]["curves"]):
         return  # that of all ranks is among those of the hardware
     memory = [*level("memory_bytes"), *level("memory_capacity_bytes", "device")]
     yield chart("memory", "Memory", "bytes", lines("memory_bytes", "rank 0", "c6"), levels=memory, from_zero=True)

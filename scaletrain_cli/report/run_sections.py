@@ -76,7 +76,7 @@ def run_sections(run: Mapping[str, Any], tables: list[dict[str, Any]]) -> Iterat
     for key, title, body in shown:
         yield f'<section id="{key}"><h2>{title}</h2>{"".join(body)}</section>'
     if run["missing"]:
-        rows = "".join(f"<li>{safe(each['text'])}</li>" for each in run["missing"])
+        rows = "".join(f"<li>{safe(entry['text'])}</li>" for entry in run["missing"])
         yield f'<section id="missing"><h2>Not in this report</h2><ul class="missing">{rows}</ul></section>'
 
 
@@ -133,7 +133,7 @@ def _verdict(run: Mapping[str, Any]) -> str:
     text = f"{state} at step {step_text(status)}{attempts}{back}."
     if status["state"] not in ("finished", "running") and status["why"]:
         text += f" {status['why'][0].upper()}{status['why'][1:]}."
-    counts = {name: sum(each["severity"] == name for each in findings) for name in ("error", "warning", "note")}
+    counts = {name: sum(finding["severity"] == name for finding in findings) for name in ("error", "warning", "note")}
     numbers = ", ".join(counted(count, name) for name, count in counts.items() if count)
     return f"{text} Diagnosis: {numbers or _no_findings(run)}."
 
@@ -213,7 +213,7 @@ def _diagnosis(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"<small>confidence: {safe(finding['confidence'])}; {safe(finding['code'])}</small>"
         yield f"<ol>{causes}</ol></div>" if causes else "</div>"
     if diagnosis["not_concluded"]:
-        rows = "".join(f"<li>{prose(each['text'])}</li>" for each in diagnosis["not_concluded"])
+        rows = "".join(f"<li>{prose(entry['text'])}</li>" for entry in diagnosis["not_concluded"])
         yield details("Not concluded", f"<ul class='soft'>{rows}</ul>")
 
 

@@ -144,8 +144,8 @@ def json_value(value: Any) -> Any:
     if isinstance(value, float):
         return json_number(value)
     if isinstance(value, dict):
-        return {key: json_value(each) for key, each in value.items()}
-    return [json_value(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: json_value(inner) for key, inner in value.items()}
+    return [json_value(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 def parse_json(data: bytes) -> Any:

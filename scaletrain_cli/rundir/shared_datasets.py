@@ -82,7 +82,7 @@ def tokenizers_folder(datasets: Path) -> Path:
 def _own_folder(datasets: Path, name: str) -> Path:
     """Return the first of some names at which no other user has made anything; the last one if all are taken."""
     own = f"{name}-{os.geteuid()}"
-    names = [datasets / each for each in (name, own, *(f"{own}-{number}" for number in range(2, _MOST_NAMES)))]
+    names = [datasets / folder for folder in (name, own, *(f"{own}-{number}" for number in range(2, _MOST_NAMES)))]
     return next(filter(_is_free, names), names[-1])
 
 
@@ -279,7 +279,7 @@ def entries_of(spec: RunSpec, runs_root: Path, folders: Mapping[str, Path]) -> l
 def read_entries(file: Path) -> list[Entry]:
     """Return what is recorded; empty if there is no file, or if it is damaged."""
     recorded = (undamaged_document(file) or {}).get("datasets")
-    return [each for each in recorded if isinstance(each, dict)] if isinstance(recorded, list) else []
+    return [entry for entry in recorded if isinstance(entry, dict)] if isinstance(recorded, list) else []
 
 
 def record_datasets(file: Path, entries: Iterable[Entry]) -> None:

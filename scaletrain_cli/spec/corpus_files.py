@@ -68,7 +68,7 @@ def _values(text: str) -> Iterator[str] | None:
     """Return the values of the text between braces; None if it is a part of a name."""
     if (numbers := _NUMBERS.fullmatch(text)) is not None:
         first, last = int(numbers[1]), int(numbers[2])
-        padded = any(each[0] == "0" and len(each) > 1 for each in numbers.groups())
+        padded = any(digits[0] == "0" and len(digits) > 1 for digits in numbers.groups())
         width = max(map(len, numbers.groups())) if padded else 0
         order = range(first, last + 1) if first <= last else range(first, last - 1, -1)
         return (f"{number:0{width}d}" for number in order)

@@ -141,7 +141,7 @@ def hub_uses(spec: RunSpec) -> tuple[HubUse, ...]:
     adapter, whole = getattr(spec.model, "adapter", None), spec.code.own_program and WHOLE_CHECKPOINT in spec.env
     reads_data = not (spec.code.own_program and spec.data.tokenizer.path)
     values: tuple[tuple[str, Any, Purpose], ...] = (
-        *((each.key, each.path, "beside_weights" if whole else "weights") for each in spec.initial_weights),
+        *((weights.key, weights.path, "beside_weights" if whole else "weights") for weights in spec.initial_weights),
         ("model.adapter.weights", None if spec.code.own_program else getattr(adapter, "weights", None), "adapter"),
         ("data.tokenizer.path", spec.data.tokenizer.path, "tokenizer"),
         ("data.chat_template", spec.data.chat_template, "template"),
@@ -349,7 +349,7 @@ def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
         before = updates.get(name, section[int(name)] if in_list else getattr(section, name))
         updates[name] = _with_values(before, {rest: value}) if rest else value
     if in_list:
-        return tuple(updates.get(str(number), each) for number, each in enumerate(section))
+        return tuple(updates.get(str(number), part) for number, part in enumerate(section))
     return section.model_copy(update=updates)
 
 

@@ -152,7 +152,7 @@ def _flow(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_flow(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_flow, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

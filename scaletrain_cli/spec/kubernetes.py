@@ -370,7 +370,7 @@ class KubernetesSpec(BackendSection):
             yield "runs.per_pod", "is not allowed with runs.claim. Remove one of them."
         if self.runs.per_pod and self.runs.sub_path is not None:
             yield "runs.sub_path", "requires runs.claim: a volume of the pod is empty."
-        devices = [each for each in (self.gpu_resource, self.rdma_resource) if each is not None]
+        devices = [resource for resource in (self.gpu_resource, self.rdma_resource) if resource is not None]
         taken = dict.fromkeys(_OWN_PATHS, "used by the launcher")
         mounts = {"runs.path": self.runs.path}
         mounts |= {f"volumes.{index}.path": volume.path for index, volume in enumerate(self.volumes)}

@@ -74,9 +74,9 @@ def _block_inconsistencies(model: ModelSpec) -> Iterator[tuple[str, str]]:
             yield "mamba", "has no effect without block_types."
         return
     parts = [parts_of(kind) for kind in model.block_types]
-    if any(each.mamba for each in parts) != (model.mamba is not None):
+    if any(block.mamba for block in parts) != (model.mamba is not None):
         yield "mamba", f"must be {'null' if model.mamba else 'set'} with these block_types."
-    if any(each.experts for each in parts) != (model.num_experts > 0):
+    if any(block.experts for block in parts) != (model.num_experts > 0):
         yield "num_experts", f"must be {'0' if model.num_experts else 'at least 1'} with these block_types."
     for key in ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "kv_lora_rank", "adapter"):
         if getattr(model, key) != type(model).model_fields[key].default:

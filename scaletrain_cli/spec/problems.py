@@ -38,7 +38,7 @@ def _unused(
             continue
         inner, value = (*key, alias), getattr(section, name)
         rules = (_relative(one, key) for one in field.metadata if isinstance(one, UsedWhen))
-        unmet = (one for one in rules if not any(each.holds(_value(spec, each.key)) for each in one.conditions))
+        unmet = (one for one in rules if not any(clause.holds(_value(spec, clause.key)) for clause in one.conditions))
         rule = next(unmet, above)
         if isinstance(value, BaseModel) and isinstance(given[alias], dict):
             yield from _unused(spec, value, given[alias], inner, rule, source)
@@ -171,7 +171,10 @@ def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
 
 def placed(spec: RunSpec, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
     """Return the problems; those with only a key get the location of that key in the spec."""
-    return tuple(replace(each, where=spec.where(each.key)) if each.where == "run spec" else each for each in problems)
+    return tuple(
+        replace(problem, where=spec.where(problem.key)) if problem.where == "run spec" else problem
+        for problem in problems
+    )
 
 
 def known_keys(key: Key) -> list[str]:

@@ -81,7 +81,7 @@ def images_of(row: Mapping[str, Any], fields: FieldsSpec) -> tuple[GivenImage, .
     if column is None:
         return ()
     images = row[column]
-    return tuple(_given_image(each, column) for each in (images if isinstance(images, list | tuple) else [images]))
+    return tuple(_given_image(image, column) for image in (images if isinstance(images, list | tuple) else [images]))
 
 
 def _given_image(given: Any, column: str) -> GivenImage:

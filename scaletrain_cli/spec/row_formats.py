@@ -85,7 +85,7 @@ def _message(entry: Any, number: int, column: str, fields: FieldsSpec) -> Messag
     # Chat templates ask whether the value is true, or only whether the key is there: an empty value is left out.
     call, calls = (from_json(turn.pop(key, None)) for key in (CALL, "tool_calls"))
     if call:
-        turn["tool_calls"] = [{"type": "function", "function": each} for each in _calls(call, number)]
+        turn["tool_calls"] = [{"type": "function", "function": function} for function in _calls(call, number)]
     elif calls:
         turn["tool_calls"] = _calls(calls, number)
     if isinstance(content, list):
@@ -247,10 +247,10 @@ class _RowReader:
         text, roles = self._row[column], {*ROLES, *self.fields.roles, CALL}
         listed = from_json(text)
         are_messages = isinstance(listed, list) and all(
-            isinstance(each, dict)
-            and not {"content", "value", "tool_calls"}.isdisjoint(each)
-            and (each.get("role") or each.get("from")) in roles
-            for each in listed
+            isinstance(entry, dict)
+            and not {"content", "value", "tool_calls"}.isdisjoint(entry)
+            and (entry.get("role") or entry.get("from")) in roles
+            for entry in listed
         )
         return isinstance(text, str) and not (listed and are_messages)
 
@@ -262,7 +262,7 @@ class _RowReader:
         unread = [name for name in self._row if name in names - columns and self.optional(name) is not None]
         read = [json.dumps(self._row[name], default=str) for name in columns] if unread else []
         # A copy of what was read, such as the prompt beside its conversation, loses nothing.
-        return [name for name in unread if not any(json.dumps(self._row[name], default=str) in each for each in read)]
+        return [name for name in unread if not any(json.dumps(self._row[name], default=str) in text for text in read)]
 
     def system(self, messages: list[Message]) -> list[Message]:
         """Return messages with the text of the column system before them. Raises RowError if they have another one."""

@@ -95,14 +95,14 @@ def with_secrets(problems: list[Problem], raw: Mapping[str, Any], source: Source
     """Return the problems and one for each secret in plain text, without any text that looks like a secret."""
     secrets = clear_secrets(raw)
     named = _names_of_secrets(raw) if any(problem.key in _SECRET_KEYS for problem in problems) else set()
-    others = [each for each in secrets if each.key[0] != "env" or each.key[-1] not in named]
+    others = [secret for secret in secrets if secret.key[0] != "env" or secret.key[-1] not in named]
     cleaned = []  # with no text that looks like a secret
     for problem in problems:
         where = problem.where
         if _hidden(where, secrets) != where:
             where = Place(_hidden(problem.file or where, secrets), problem.line)
         # Values are shown shortened, so the beginning of a secret could remain.
-        around = any(problem.key and ".".join(map(str, each.key)).startswith(problem.key) for each in secrets)
+        around = any(problem.key and ".".join(map(str, secret.key)).startswith(problem.key) for secret in secrets)
         names_one = _why_name("?", tuple(problem.key.split("."))) is not None
         if problem.given is not None and (around or names_one):
             problem = replace(problem, given=HIDDEN)
@@ -110,7 +110,7 @@ def with_secrets(problems: list[Problem], raw: Mapping[str, Any], source: Source
         shown: dict[str, Any] = {name: text and _hidden(text, secrets) for name, text in texts.items()}
         reason = problem.reason if shown == texts else None  # its parameters are parts of the message
         cleaned.append(replace(problem, where=where, reason=reason, **shown))
-    return [*(_problem(each, secrets, source) for each in others), *cleaned]
+    return [*(_problem(secret, secrets, source) for secret in others), *cleaned]
 
 
 def _names_of_secrets(raw: Mapping[str, Any]) -> set[object]:

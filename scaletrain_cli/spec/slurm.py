@@ -41,7 +41,7 @@ def _hostlist(value: Any) -> str:
         # The last number of a range, or the only one; a range that counts down has no nodes.
         ranges = [re.findall(r"(\d+)(?:-(\d+))?", numbers) for numbers in re.findall(r"\[(.*?)\]", part)]
         sizes = [[int(last or first) - int(first) + 1 for first, last in numbers] for numbers in ranges]
-        valid = valid and all(min(each) > 0 for each in sizes)
+        valid = valid and all(min(counts) > 0 for counts in sizes)
         names += math.prod(map(sum, sizes))
     if valid and names > _MOST_NODES:
         raise PydanticCustomError("hostlist", f"names {names:,} nodes; Slurm allows {_MOST_NODES:,}")

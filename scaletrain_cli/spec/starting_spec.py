@@ -191,7 +191,7 @@ class GivenPreset:
     def batch_of(self, nodes: int, gpus_per_node: int) -> int:
         """Return the global batch size in sequences, a multiple of the ranks; of the nodes if it is below the ranks."""
         whole = int(self.batch // self.seq_len)
-        unit = next((each for each in (nodes * gpus_per_node, nodes) if each <= whole), 1)
+        unit = next((count for count in (nodes * gpus_per_node, nodes) if count <= whole), 1)
         return whole // unit * unit
 
 
@@ -301,8 +301,8 @@ def _commented(key: str, value: object, start: str) -> Iterator[str]:
     """Yield the lines of a key in YAML, each after ``start``; mappings as blocks, long lists on several lines."""
     if isinstance(value, dict):
         yield f"{start}{key}:"
-        for inner, each in value.items():
-            yield from _commented(inner, each, f"{start}  ")
+        for inner, nested in value.items():
+            yield from _commented(inner, nested, f"{start}  ")
         return
     text = f"{key}: {json.dumps(value)}"
     yield from textwrap.wrap(text, _LONGEST_LINE, initial_indent=start, subsequent_indent=f"{start}    ")

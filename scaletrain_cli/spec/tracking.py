@@ -76,7 +76,7 @@ def name_trackers(raw: dict[str, Any], source: Source) -> None:
     if not isinstance(items, list):
         return
     trackers = [_item(item) for item in items]
-    names = [each[0] for each in trackers if each is not None]
+    names = [tracker[0] for tracker in trackers if tracker is not None]
     if len(set(names)) < len(items):
         return
     places: dict[Key, str] = {}
@@ -89,4 +89,4 @@ def name_trackers(raw: dict[str, Any], source: Source) -> None:
         places |= {("tracking", name, *rest): place for rest, place in below if rest}
     others = {key: place for key, place in source.places.items() if key[0:1] != ("tracking",) or len(key) == 1}
     source.places = others | places
-    raw["tracking"] = {each[0]: each[1] for each in trackers if each is not None}
+    raw["tracking"] = {tracker[0]: tracker[1] for tracker in trackers if tracker is not None}

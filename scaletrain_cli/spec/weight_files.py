@@ -345,7 +345,7 @@ class WeightDifferences:
         name = scales_of(stored)
         scale_shape = self._files[name].shape
         # Blocks at the end of a matrix may be smaller.
-        expected = tuple(-(-size // each) for size, each in zip(shape, self._block, strict=False))
+        expected = tuple(-(-size // side) for size, side in zip(shape, self._block, strict=False))
         if scale_shape != expected:
             rows, columns = self._block
             message = f"blocks of {rows} x {columns} have scales {list(expected)}."

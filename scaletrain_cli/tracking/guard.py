@@ -127,7 +127,7 @@ class GuardedTracker:
                 tracker = self._started(position)
                 doing = "log"
                 for line in missed:  # without what the tracker holds: nothing was trained again yet
-                    new = {key: each for key, each in line.items() if line["step"] > position.steps.get(key, -1)}
+                    new = {key: value for key, value in line.items() if line["step"] > position.steps.get(key, -1)}
                     self._send(tracker, new, position)
                 first = False
                 for path in self._files.artifacts:

@@ -51,8 +51,8 @@ def document(text: str) -> str:
         return text
     rest = "... ({size}; whole in a pipe or a file)"
     return "\n".join(
-        each if len(each) <= _LONGEST_SHOWN else each[:_SHOWN_OF_LONGER] + rest.format(size=bytes_text(len(each)))
-        for each in visible(text).split("\n")
+        part if len(part) <= _LONGEST_SHOWN else part[:_SHOWN_OF_LONGER] + rest.format(size=bytes_text(len(part)))
+        for part in visible(text).split("\n")
     )
 
 

@@ -114,11 +114,11 @@ def _histogram(images: Mapping[str, int]) -> Iterator[str]:
 
 def _class_facts(classes: Mapping[str, Any]) -> Iterator[str]:
     entries: Sequence[Mapping[str, Any]] = classes["classes"]
-    there = sorted((each for each in entries if each["train"]), key=lambda each: (-each["train"], each["name"]))
+    there = sorted((entry for entry in entries if entry["train"]), key=lambda entry: (-entry["train"], entry["name"]))
     yield f"{counted(len(entries), 'class', 'classes')}; the largest has {classes['imbalance'] or 0:.1f} x the smallest"
     for name, some in (("largest", there[:_MOST_CLASSES]), ("smallest", there[::-1][:_MOST_CLASSES])):
         shown = (
-            f"{plain(each['name'])} {whole_text(each['train'])} + {whole_text(each['validation'])}" for each in some
+            f"{plain(entry['name'])} {whole_text(entry['train'])} + {whole_text(entry['validation'])}" for entry in some
         )
         yield f"{name} (training + validation): {', '.join(shown)}"
     if missing := classes["without_training"]:
@@ -233,8 +233,8 @@ def show_samples(answer: Mapping[str, Any]) -> None:
     samples = f"{shown} of {counted(answer['samples_in_all'], 'sample')}{of}"
     line(console, Text(f"step {whole_text(answer['step'])}{batch}: {samples}", "bold"))
     batches = counted(layout["gradient_accumulation_steps"], "micro-batch", "micro-batches")
-    each = f"{counted(layout['micro_batch_size'], 'sequence')} on {counted(layout['data_parallel'], 'replica')}"
-    line(console, f"{batches} of {each}; sequences of {whole_text(answer['seq_len'])} tokens", "dim")
+    size = f"{counted(layout['micro_batch_size'], 'sequence')} on {counted(layout['data_parallel'], 'replica')}"
+    line(console, f"{batches} of {size}; sequences of {whole_text(answer['seq_len'])} tokens", "dim")
     console.print()
     for sample in answer["samples"]:
         _show_sample(console, sample)

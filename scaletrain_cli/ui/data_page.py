@@ -52,7 +52,7 @@ def _tiles(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 def _mixture(mixture: Mapping[str, Any]) -> Iterator[str]:
     yield f"<h2>Mixture</h2><p class='soft'>{counted(mixture['samples'], 'sequence')} in the run</p>"
     yield table(
-        ["stage", *(each["source"] for each in mixture["sources"]), ""],
+        ["stage", *(source["source"] for source in mixture["sources"]), ""],
         (
             [
                 f"from step {whole_text(stage['first_step'])}",
@@ -67,12 +67,12 @@ def _mixture(mixture: Mapping[str, Any]) -> Iterator[str]:
         ["source", "sequences", "share", "epochs"],
         (
             [
-                f'<span class="swatch {_color(number)}"></span>{safe(each["source"])}',
-                whole_text(each["samples"]),
-                percent_text(each["share"]),
-                epochs_text(each["epochs"]),
+                f'<span class="swatch {_color(number)}"></span>{safe(source["source"])}',
+                whole_text(source["samples"]),
+                percent_text(source["share"]),
+                epochs_text(source["epochs"]),
             ]
-            for number, each in enumerate(mixture["sources"])
+            for number, source in enumerate(mixture["sources"])
         ),
         "lnnn",
     )
@@ -196,17 +196,19 @@ def _column(x: float, width: float, share: float, height: float, color: str) -> 
 
 
 def _bad(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    bad = [each for step in steps for each in step["bad"]]
+    bad = [failure for step in steps for failure in step["bad"]]
     if not bad:
         return
     yield "<h3>Documents that cannot be read</h3>"
     rows = []
-    for each in bad:
-        lines = [safe(f"{place['place']}: {place['problem']}") for place in each["places"]]
-        if more := each["documents"] - len(each["places"]):
+    for failure in bad:
+        lines = [safe(f"{place['place']}: {place['problem']}") for place in failure["places"]]
+        if more := failure["documents"] - len(failure["places"]):
             lines.append(f"and {whole_text(more)} more")
         places = "\n".join(lines)
-        rows.append([f"<code>{safe(each['reason'])}</code>", whole_text(each["documents"]), f"<pre>{places}</pre>"])
+        rows.append(
+            [f"<code>{safe(failure['reason'])}</code>", whole_text(failure["documents"]), f"<pre>{places}</pre>"]
+        )
     yield table(["reason", "documents", "places"], rows, "lnl")
 
 
@@ -214,20 +216,20 @@ def _lengths(lengths: Mapping[str, Any] | None) -> Iterator[str]:
     if not lengths or not lengths["ranges"]:
         return
     ranges, height, width = lengths["ranges"], 120, 1000
-    documents, tokens = (max(1, sum(each[name] for each in ranges)) for name in ("documents", "tokens"))
-    shares = [(each["documents"] / documents, each["tokens"] / tokens) for each in ranges]
+    documents, tokens = (max(1, sum(span[name] for span in ranges)) for name in ("documents", "tokens"))
+    shares = [(span["documents"] / documents, span["tokens"] / tokens) for span in ranges]
     most, slot = max(max(pair) for pair in shares), width / len(ranges)
     parts = []
-    for number, (each, pair) in enumerate(zip(ranges, shares, strict=True)):
+    for number, (span, pair) in enumerate(zip(ranges, shares, strict=True)):
         title = (
-            f"{whole_text(each['from'])} to {whole_text(each['to'])} tokens: {counted(each['documents'], 'document')} "
-            f"({_share(pair[0])}), {counted(each['tokens'], 'token')} ({_share(pair[1])})"
+            f"{whole_text(span['from'])} to {whole_text(span['to'])} tokens: {counted(span['documents'], 'document')} "
+            f"({_share(pair[0])}), {counted(span['tokens'], 'token')} ({_share(pair[1])})"
         )
         bars = "".join(
             _column(number * slot + 2 + side * (slot - 4) / 2, (slot - 4) / 2, share / most, height, f"c{side}")
             for side, share in enumerate(pair)
         )
-        middle, count = (number + 0.5) * slot, each["from"]
+        middle, count = (number + 0.5) * slot, span["from"]
         name = whole_text(count) if count < 10_000 else count_text(count).replace(" ", "")
         label = f'<text x="{middle:.1f}" y="{height + 14}" text-anchor="middle">{name}</text>'
         parts.append(f"<g><title>{title}</title>{bars}{label}</g>")
@@ -275,8 +277,8 @@ def _duplicates(duplicates: Mapping[str, Any]) -> Iterator[str]:
         yield table(
             ["removed from", "kept in", "kind", "documents"],
             (
-                [safe(each["removed_from"]), safe(each["kept_in"]), each["reason"], whole_text(each["documents"])]
-                for each in duplicates["removed_between_sources"]
+                [safe(pair["removed_from"]), safe(pair["kept_in"]), pair["reason"], whole_text(pair["documents"])]
+                for pair in duplicates["removed_between_sources"]
             ),
             "llln",
         )
@@ -293,7 +295,7 @@ def _duplicates(duplicates: Mapping[str, Any]) -> Iterator[str]:
             "lnb",
         )
         clusters = duplicates["largest_clusters"]
-        kept = ((f"{counted(each['documents'], 'document')} · kept: ", each["kept"]) for each in clusters)
+        kept = ((f"{counted(cluster['documents'], 'document')} · kept: ", cluster["kept"]) for cluster in clusters)
         texts = (_text(f"{what}{text['place']}", text["text"]) for what, text in kept)
         yield _texts(f"The {counted(len(clusters), 'largest cluster')}", texts)
     if "expected_recall" in duplicates:

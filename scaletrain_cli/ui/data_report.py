@@ -61,7 +61,7 @@ def _show_source(console: Console, source: Mapping[str, Any]) -> None:
     for text in _facts(source):
         line(console, f"  {text}")
     removed = [rule for step in source["steps"] for rule in step["removed"]]
-    bad = [each for step in source["steps"] for each in step["bad"]]
+    bad = [failure for step in source["steps"] for failure in step["bad"]]
     for rows, table in ((source["steps"], _steps_table), (removed, _removed_table), (bad, _bad_table)):
         if rows:
             console.print()
@@ -122,7 +122,7 @@ def character_shares(characters: Mapping[str, int]) -> list[tuple[str, float]]:
 
 def median_range(ranges: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
     """Return the range of lengths that half of the documents do not exceed."""
-    return quantile([(each, each["documents"]) for each in ranges], 0.5)
+    return quantile([(span, span["documents"]) for span in ranges], 0.5)
 
 
 def _steps_table(steps: Iterable[Mapping[str, Any]]) -> Table:
@@ -167,7 +167,7 @@ def changes_text(counts: Mapping[str, int]) -> str:
 def _removed_table(rules: Sequence[Mapping[str, Any]]) -> Table:
     table = titled_table(("removed by", "documents", "share", "limit", "measured (10 %, median, 90 %)"), "lrrrw")
     largest = sorted(rules, key=lambda rule: -rule["documents"])[:_MOST_RULES]
-    for rule in (each for each in rules if each in largest):
+    for rule in (candidate for candidate in rules if candidate in largest):
         table.add_row(
             escaped_text(rule["rule"]),
             whole_text(rule["documents"]),
@@ -221,12 +221,12 @@ def quantile(values: Sequence[tuple[T, int]], share: float) -> T:
 
 def _bad_table(bad: Iterable[Mapping[str, Any]]) -> Table:
     table = titled_table(("cannot be read", "documents", "first of them"), "lrw")
-    for each in bad:
-        places = each["places"]
+    for failure in bad:
+        places = failure["places"]
         first = places[0]
         table.add_row(
-            escaped_text(each["reason"]),
-            whole_text(each["documents"]),
+            escaped_text(failure["reason"]),
+            whole_text(failure["documents"]),
             escaped_text(f"{first['place']}: {first['problem']}"),
         )
         for other in places[1:_MOST_PLACES]:
@@ -244,8 +244,8 @@ def _show_duplicates(console: Console, duplicates: Mapping[str, Any]) -> None:
         f"{counted(sum(sizes.values()), 'cluster')}"
         + (f" of up to {whole_text(max(sizes))} documents" if sizes else ""),
     )
-    for each in _between(duplicates["removed_between_sources"]):
-        line(console, f"  {plain(each)}")
+    for text in _between(duplicates["removed_between_sources"]):
+        line(console, f"  {plain(text)}")
     if "expected_recall" in duplicates:
         recall = [f"{percent_text(share)} at {at}" for at, share in duplicates["expected_recall"].items() if at in _AT]
         line(console, f"  expected recall, by similarity: {', '.join(recall)}")
@@ -255,9 +255,9 @@ def _show_duplicates(console: Console, duplicates: Mapping[str, Any]) -> None:
 def _between(counts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the duplicates between two sources, for each pair of them if there are several."""
     by_pair: dict[tuple[str, str], list[str]] = {}
-    for each in counts:
-        kinds = by_pair.setdefault((each["removed_from"], each["kept_in"]), [])
-        kinds.append(f"{whole_text(each['documents'])} {each['reason']}")
+    for removal in counts:
+        kinds = by_pair.setdefault((removal["removed_from"], removal["kept_in"]), [])
+        kinds.append(f"{whole_text(removal['documents'])} {removal['reason']}")
     if len(by_pair) < 2:
         return []
     return [f"removed from {gone}, kept in {kept}: {', '.join(kinds)}" for (gone, kept), kinds in by_pair.items()]

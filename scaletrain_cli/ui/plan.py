@@ -212,8 +212,8 @@ def _interruptions(durability: Durability) -> str:
         if durability.lost_work_seconds
         else "no work"
     )
-    each = f"each losing {lost} and {seconds_text(durability.restart_seconds)} to restart"
-    return f"{count} interruptions expected, {each}; {goodput}, {seconds_text(durability.wall_seconds)} in all"
+    effect = f"each losing {lost} and {seconds_text(durability.restart_seconds)} to restart"
+    return f"{count} interruptions expected, {effect}; {goodput}, {seconds_text(durability.wall_seconds)} in all"
 
 
 def _market(market: Market, spans: Mapping[str, Range | None], name: str) -> Iterator[Text]:
@@ -264,7 +264,7 @@ def range_lines(plan: RunPlan) -> list[Text]:
     """Return the range of the step and of the whole run with its source; that it is not calibrated if it has none."""
     evidence = plan.calibration
     if evidence is not None:
-        low, high = (seconds_text(plan.time.step * each / evidence.factor) for each in (evidence.low, evidence.high))
+        low, high = (seconds_text(plan.time.step * ratio / evidence.factor) for ratio in (evidence.low, evidence.high))
         day = time.strftime("%Y-%m-%d", time.localtime(evidence.newest))
         of = "this layout" if evidence.same_workload else "similar runs"
         measured = f"measured: {low} to {high} (p10 to p90), {counted(evidence.runs, 'run')} of {of}, newest {day}"
@@ -273,7 +273,7 @@ def range_lines(plan: RunPlan) -> list[Text]:
     if ranges.step_seconds is None or ranges.to_train_seconds is None:
         return [escaped_text(f"  {_not_calibrated(ranges.time)}", "dim")]
     step, whole = (
-        span_text(each.p10, each.p90, _about_seconds) for each in (ranges.step_seconds, ranges.to_train_seconds)
+        span_text(spread.p10, spread.p90, _about_seconds) for spread in (ranges.step_seconds, ranges.to_train_seconds)
     )
     return [escaped_text(f"  p10 to p90: {step} per step, {whole} in all ({_measured_on(ranges.time)})", "dim")]
 
@@ -312,16 +312,18 @@ def _not_calibrated(error: MeasuredError) -> str:
 
 def sanity_view(checks: Sequence[Sanity]) -> RenderableType:
     """Return the checks of a recipe, one per line."""
-    return bullets((f"{each.topic} {each.value}: {each.message}.", _VERDICT_STYLES[each.verdict]) for each in checks)
+    return bullets(
+        (f"{check.topic} {check.value}: {check.message}.", _VERDICT_STYLES[check.verdict]) for check in checks
+    )
 
 
 def warning_rows(plan: RunPlan, *, everything: bool = False) -> list[Row]:
     """Return the rows of what is unusual in the recipe and of warnings, where there is any."""
     checks = plan.sanity if everything else [check for check in plan.sanity if check.verdict != "ok"]
-    warnings = [f"{each}." for each in plan.warnings] if everything else condensed(plan.warnings)
+    warnings = [f"{warning}." for warning in plan.warnings] if everything else condensed(plan.warnings)
     return [
         *([("Recipe", sanity_view(checks))] if checks else []),
-        *([("Warnings", bullets((each, "yellow") for each in warnings))] if warnings else []),
+        *([("Warnings", bullets((warning, "yellow") for warning in warnings))] if warnings else []),
     ]
 
 
@@ -392,7 +394,7 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
         reasons = plan.rejected if everything else plan.rejected[:_FEW_REASONS]
         yield "Ruled out", rejected_view(reasons, hidden=len(plan.rejected) - len(reasons), examples=everything)
     if everything:
-        yield "Assumes", bullets((str(each), "dim") for each in plan.assumptions)
+        yield "Assumes", bullets((str(assumption), "dim") for assumption in plan.assumptions)
 
 
 def _network(plan: RunPlan) -> str:

@@ -147,8 +147,8 @@ def time_view(spec: RunSpec, time: Time, bar: int, unicode: bool, *, everything:
 def time_total(spec: RunSpec, time: Time) -> Text:
     """Return ``15.4 s per step, MFU 40 %, 272 k tokens/s (8.51 k/rank)``."""
     hardware = f" (HFU {percent_text(time.hfu)})" if f"{time.hfu:.2f}" != f"{time.mfu:.2f}" else ""
-    each = count_text(time.tokens_per_second_per_gpu)
-    rates = f"{count_text(time.tokens_per_second)} {spec.unit}/s ({each}/rank)"
+    per_rank = count_text(time.tokens_per_second_per_gpu)
+    rates = f"{count_text(time.tokens_per_second)} {spec.unit}/s ({per_rank}/rank)"
     return Text.assemble(
         (seconds_text(time.step), "bold"), f" per step, MFU {percent_text(time.mfu)}{hardware}, {rates}"
     )

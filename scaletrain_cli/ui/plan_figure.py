@@ -71,16 +71,16 @@ def draw_pipeline(axes: Any, drawn: Timeline) -> None:
     Micro-batches of the steady state may be missing.
     """
     unit, name = (1e-3, "milliseconds") if drawn.seconds < 1 else (1.0, "seconds")
-    chunks = 1 + max(each.chunk for each in drawn.passes)
+    chunks = 1 + max(box.chunk for box in drawn.passes)
     dense = len(drawn.passes) > 3000
     for backward, color, label in ((False, _FORWARD, "forward"), (True, _BACKWARD, "backward")):
         for chunk in range(chunks):
             shade = 1 - 0.55 * chunk / max(1, chunks - 1) if chunks > 1 else 1.0
             for stage in range(drawn.stages):
                 boxes = [
-                    (each.start / unit, each.seconds / unit)
-                    for each in drawn.passes
-                    if (each.stage, each.backward, each.chunk) == (stage, backward, chunk)
+                    (box.start / unit, box.seconds / unit)
+                    for box in drawn.passes
+                    if (box.stage, box.backward, box.chunk) == (stage, backward, chunk)
                 ]
                 axes.broken_barh(
                     boxes,

@@ -81,7 +81,7 @@ def model_text(spec: RunSpec) -> str:
 def data_text(spec: RunSpec) -> str:
     if spec.code.own_program and spec.data.source == NO_DATA:
         return "read by your program"
-    source = spec.data.source or ", ".join(each.name for each in spec.data.sources)
+    source = spec.data.source or ", ".join(part.name for part in spec.data.sources)
     if spec.unit == "images":
         return source
     tokenizer = spec.data.tokenizer

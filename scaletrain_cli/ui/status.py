@@ -110,8 +110,8 @@ def show_status(view: RunView) -> None:
             table.add_row(f"  {name}", escaped_text(text))
     show(console, table)
     line(console, Text.assemble(("  files    ", "dim"), plain(status.run_dir)))
-    for each in finding_lines(view.diagnosis.findings):
-        show(console, Padding(each, (0, 0, 0, 2)))
+    for finding in finding_lines(view.diagnosis.findings):
+        show(console, Padding(finding, (0, 0, 0, 2)))
     if view.diagnosis.findings:
         line(console, f"  scaletrain diagnose {status.run_id}  shows causes and changes", "dim")
     if attempts:
@@ -229,7 +229,7 @@ def sources_text(status: RunStatus) -> str:
     sources = []
     for name in [*status.source_losses, *sorted(set(status.source_validation_losses) - set(status.source_losses))]:
         losses = {"loss": status.source_losses, "validation": status.source_validation_losses}
-        known = [f"{what} {each[name]:.4f}" for what, each in losses.items() if name in each]
+        known = [f"{what} {by_source[name]:.4f}" for what, by_source in losses.items() if name in by_source]
         sources.append(f"{name} {', '.join(known)}")
     return "; ".join(sources)
 

@@ -29,14 +29,14 @@ def show_probe(nodes: Sequence[NodeFacts]) -> None:
     """Print the minimum over the nodes of each resource, and the package versions."""
     least = min(nodes, key=lambda node: node.free_bytes)
     names = ", ".join(node.hostname for node in nodes[:4]) + (", ..." if len(nodes) > 4 else "")
-    each = [
+    resources = [
         f"{min(node.gpus for node in nodes)} GPUs",
         f"{min(node.cores for node in nodes)} cores",
         f"{bytes_text(min(node.memory_bytes for node in nodes))} of memory",
     ]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(least.packages.items()))
     say(
-        f"probed {counted(len(nodes), 'node')} ({names}): at least {', '.join(each)}; {versions}; "
+        f"probed {counted(len(nodes), 'node')} ({names}): at least {', '.join(resources)}; {versions}; "
         f"{bytes_text(least.free_bytes)} free in the runs root, which they share"
     )
 
@@ -92,12 +92,12 @@ def sweep_rows(points: Sequence[tuple[RunSpec, RunPlan]], start: Start, at_once:
     """Return the rows Jobs, Cost, Start and Recipe (warnings) of a sweep; ``at_once`` of its runs are concurrent."""
     cluster = points[0][0].cluster
     sizes = list(dict.fromkeys(size_text(spec.cluster) for spec, _ in points))
-    each = f"{sizes[0]} each" if len(sizes) == 1 else f"from {sizes[0]} to {sizes[-1]}"
+    size = f"{sizes[0]} each" if len(sizes) == 1 else f"from {sizes[0]} to {sizes[-1]}"
     pace = "all at once" if at_once == len(points) else f"{at_once} at a time"
     first = "" if at_once == len(points) else " (first runs; the others start as these end)"
     unusual = [*dict.fromkeys(check for _, plan in points for check in plan.sanity if check.verdict == "warning")]
     return [
-        ("Jobs", escaped_text(f"{len(points)} runs, {pace}, {each} {cluster.place}")),
+        ("Jobs", escaped_text(f"{len(points)} runs, {pace}, {size} {cluster.place}")),
         ("Cost", escaped_text(_cost_of_all(points, start, at_once))),
         ("Start", Text.assemble(start_view(start), first)),
         *([("Recipe", sanity_view(unusual))] if unusual else []),
@@ -137,13 +137,13 @@ def size_text(cluster: ClusterSpec) -> str:
     """Return ``4 nodes × 8 GPUs = 32``."""
     device = "CPU process" if cluster.gpu == "cpu" else "GPU"
     plural = ("es" if device == "CPU process" else "s") if cluster.gpus_per_node != 1 else ""
-    each = f"{cluster.gpus_per_node} {device}{plural}"
+    per_node = f"{cluster.gpus_per_node} {device}{plural}"
     spare = f", and {counted(cluster.spare_nodes, 'spare node')}" if cluster.spare_nodes else ""
     if (given := cluster.node_range) is not None:
-        return f"{given.min} to {given.max} nodes × {each}, now planned on {whole_text(cluster.nodes)}{spare}"
+        return f"{given.min} to {given.max} nodes × {per_node}, now planned on {whole_text(cluster.nodes)}{spare}"
     if cluster.nodes == 1:
-        return f"1 node with {each}{spare}"
-    return f"{cluster.nodes} nodes × {each} = {whole_text(cluster.nodes * cluster.gpus_per_node)}{spare}"
+        return f"1 node with {per_node}{spare}"
+    return f"{cluster.nodes} nodes × {per_node} = {whole_text(cluster.nodes * cluster.gpus_per_node)}{spare}"
 
 
 def cost_text(prospect: SubmissionSummary) -> str:

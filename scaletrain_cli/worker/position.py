@@ -150,7 +150,7 @@ def purpose_of(functions: Sequence[Function]) -> str:
 def own_position() -> Position:
     """Return the position of the main thread of this process. Call from another thread."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])]
-    stack = [(each.f_code.co_name, each.f_code.co_filename, each.f_lineno) for each in frames]
+    stack = [(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno) for frame in frames]
     name, path, line = stack[0]
     position = Position(f"{name} ({'/'.join(path.split('/')[-3:])}:{line})")
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
@@ -182,7 +182,7 @@ def _recorded(c10d: Any, stack: Sequence[Function]) -> tuple[list[Collective], d
         if (dump := getattr(recorders, recorder, None)) is None:
             continue
         active = pickle.loads(dump(True, True, True))["entries"] if "nccl" in recorder else ()
-        stacks = {each["record_id"]: [(f["name"], f["filename"], f["line"]) for f in each["frames"]] for each in active}
+        stacks = {call["record_id"]: [(f["name"], f["filename"], f["line"]) for f in call["frames"]] for call in active}
         for entry in pickle.loads(dump(True, False, False))["entries"]:
             group, number = entry["process_group"][0], entry["collective_seq_id"]
             members, peer = ranks.get(group, ()), _PEER.search(entry["profiling_name"])
@@ -219,10 +219,10 @@ def _layer(frames: Sequence[FrameType]) -> str:
     """Return the name of the innermost module whose method is on the stack; empty if there is none."""
     import torch
 
-    modules = [own for each in frames if isinstance(own := each.f_locals.get("self"), torch.nn.Module)]
+    modules = [own for frame in frames if isinstance(own := frame.f_locals.get("self"), torch.nn.Module)]
     if not modules:
         return ""
-    name = next((name for name, each in modules[-1].named_modules() if each is modules[0]), "")
+    name = next((name for name, module in modules[-1].named_modules() if module is modules[0]), "")
     return name.removeprefix("module.")  # of DeepSpeed's engine, which is a module, too
 
 

@@ -180,7 +180,7 @@ class Rank:
         NaN and infinity become null, for which JSON has no number; `scaletrain diagnose` reports such a loss.
         """
         if self.environment.rank == 0:
-            finite = {name: json_number(each) if isinstance(each, float) else each for name, each in values.items()}
+            finite = {name: json_number(value) if isinstance(value, float) else value for name, value in values.items()}
             line = {"step": step, **finite, "attempt": self.environment.attempt, "time": round(time.time(), 3)}
             append_line(self.environment.run.metrics, line)
 

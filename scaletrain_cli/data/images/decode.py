@@ -109,4 +109,4 @@ def _apply_orientation(image: Image.Image) -> None:
 @cache
 def _formats() -> tuple[str, ...]:
     Image.init()
-    return tuple(each for each in _FORMATS if each in Image.OPEN)
+    return tuple(name for name in _FORMATS if name in Image.OPEN)

@@ -213,7 +213,7 @@ def _finish(job: _Job, names: tuple[str, ...], results: Sequence[str], _unit: in
             "classes": list(names) or None,
             "num_classes": (len(names) or largest + 1) if job.settings.targets in ("class", "classes") else None,
             "target_size": size,
-            "bad_samples": sum(each["samples"] for each in bad),
+            "bad_samples": sum(entry["samples"] for entry in bad),
             "bad": bad,
         }
         create_file(draft / DATASET, json.dumps(document | {"seal": seal_of(document)}, indent=1) + "\n")
@@ -277,10 +277,10 @@ def _bad(infos: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the samples that were left out, by reason, with the first places in the order of the source."""
     by_code: dict[str, dict[str, Any]] = {}
     for info in infos:
-        for each in info["bad"]:
-            known = by_code.setdefault(each["code"], {"code": each["code"], "samples": 0, "places": []})
-            known["samples"] += each["samples"]
-            known["places"] = (known["places"] + each["places"])[:MOST_PLACES]
+        for entry in info["bad"]:
+            known = by_code.setdefault(entry["code"], {"code": entry["code"], "samples": 0, "places": []})
+            known["samples"] += entry["samples"]
+            known["places"] = (known["places"] + entry["places"])[:MOST_PLACES]
     return [by_code[code] for code in sorted(by_code)]
 
 
@@ -289,7 +289,7 @@ def _nothing_left(job: _Job, counts: Mapping[str, int], bad: Sequence[Mapping[st
     if bad:
         first = bad[0]["places"][0]
         params = {
-            "bad": sum(each["samples"] for each in bad),
+            "bad": sum(entry["samples"] for entry in bad),
             "place": first["place"],
             "problem": reason_from(first["problem"]),
         }

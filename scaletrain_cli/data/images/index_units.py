@@ -97,18 +97,18 @@ def index_unit(folder: Path, settings: ImageSettings, labels: Sequence[str], giv
         "bad": [{"code": code, "samples": counts[code], "places": bad[code]} for code in sorted(bad)],
         "target_size": sizes.pop() if len(sizes) == 1 else 0,
         **{
-            f"{split}_{what}": getattr(each, what)
-            for split, each in written.items()
+            f"{split}_{what}": getattr(of_split, what)
+            for split, of_split in written.items()
             for what in ("image_bytes", "pixels", "short_sides")
         },
     }
     make_folder(folder, parents=True)
     with folder_written_whole(place) as draft:
-        for split, each in written.items():
-            _write(draft / f"{split}.samples.bin", each.samples)
-            _write(draft / f"{split}.text.bin", each.text)
-            _write(draft / f"{split}.targets.bin", each.targets.tobytes())
-            _write(draft / f"{split}.ends.bin", each.ends.tobytes())
+        for split, of_split in written.items():
+            _write(draft / f"{split}.samples.bin", of_split.samples)
+            _write(draft / f"{split}.text.bin", of_split.text)
+            _write(draft / f"{split}.targets.bin", of_split.targets.tobytes())
+            _write(draft / f"{split}.ends.bin", of_split.ends.tobytes())
         if images:
             _write(draft / EMBEDDED_IMAGES, images)
         create_file(draft / UNIT_INFO, json.dumps(info))

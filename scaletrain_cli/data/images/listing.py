@@ -188,13 +188,13 @@ def _entries(place: str, path: str, key: str) -> tuple[str, list[str]]:
         return os.path.dirname(place), [os.path.basename(place)]
     paths: list[str] = []
     for pattern in expanded_braces(place):
-        files = [each for each in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(each)]
+        files = [name for name in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(name)]
         if not files:
             raise _unusable(key, path, Reason("images.nothing-there", {"path": pattern}))
         paths += files
     paths = list(dict.fromkeys(paths))
     root = _fixed_folder(place) or "/"
-    return root, [os.path.relpath(each, root) for each in paths]
+    return root, [os.path.relpath(name, root) for name in paths]
 
 
 def _walked(root: str, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
@@ -310,7 +310,7 @@ def _with_splits(
         raise _unusable(
             key, path, Reason("images.shard-of-two-splits", {"file": double, "splits": splits_by_name[double]})
         )
-    splits = {split for each in splits_by_name.values() for split in each}
+    splits = {split for of_file in splits_by_name.values() for split in of_file}
     other = next((name for name in names if not splits_by_name[name]), None)
     if splits and other is not None:
         named = next(name for name in names if splits_by_name[name])

@@ -185,8 +185,8 @@ def open_images(folder: Path, cache: BlockCache | None = None) -> dict[str, Inde
     without an index, and CorruptDataError for a damaged one.
     """
     by_split = {split: IndexedImages(folder, split, cache) for split in SPLITS}
-    for each in by_split.values():
-        len(each)
+    for images in by_split.values():
+        len(images)
     return by_split
 
 
@@ -346,7 +346,7 @@ class _RowsOfTables(_Images):
         column = column.combine_chunks()
         if in_struct:
             column = column.field("bytes") if hasattr(column, "field") else column.chunk(0).field("bytes")
-        kept = sum(each.nbytes for each in self._groups.values())
+        kept = sum(group.nbytes for group in self._groups.values())
         while self._groups and kept + column.nbytes > _MOST_ROWS_BYTES:
             kept -= self._groups.popitem(last=False)[1].nbytes
         self._groups[file, group] = column

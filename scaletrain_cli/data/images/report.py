@@ -64,7 +64,7 @@ def image_report(
     ]
     sources = []
     for name, document in documents.items():
-        own = {each.split: each for each in splits if each.source == name}
+        own = {part.split: part for part in splits if part.source == name}
         captions = document["settings"]["captions"]
         sources.append(
             {
@@ -73,10 +73,10 @@ def image_report(
                 "location": document["source"],
                 "format": document["format"],
                 "fingerprint": document["fingerprint"],
-                "images": {split: len(each.records) for split, each in own.items()},
+                "images": {split: len(part.records) for split, part in own.items()},
                 "bytes": {split: int(document[f"{split}_image_bytes"]) for split in SPLITS},
                 "pixels": {split: int(document[f"{split}_pixels"]) for split in SPLITS},
-                "bytes_per_image": _quantiles(np.concatenate([each.records["length"] for each in own.values()])),
+                "bytes_per_image": _quantiles(np.concatenate([part.records["length"] for part in own.values()])),
                 "short_side": _short_sides(document, image_size),
                 "classes": _classes(datasets[name], document, own),
                 "captions": _captions(list(own.values()), count_tokens, positions) if captions else None,
@@ -121,15 +121,15 @@ def _classes(folder: Path, document: Mapping[str, Any], splits: Mapping[str, _Sp
     if number is None:
         return None
     counts = {}
-    for split, each in splits.items():
-        labels = each.records["label"] if targets == "class" else _numbers(folder / f"{split}.targets.bin", "<i4")
+    for split, part in splits.items():
+        labels = part.records["label"] if targets == "class" else _numbers(folder / f"{split}.targets.bin", "<i4")
         counts[split] = np.bincount(labels, minlength=number).tolist()
-    names = document["classes"] or [str(each) for each in range(number)]
+    names = document["classes"] or [str(label) for label in range(number)]
     train = counts["train"]
     there = [count for count in train if count]
     return {
         "classes": [
-            {"name": name, **{split: counts[split][each] for split in splits}} for each, name in enumerate(names)
+            {"name": name, **{split: counts[split][label] for split in splits}} for label, name in enumerate(names)
         ],
         "imbalance": max(there) / min(there) if there else None,
         "without_training": [name for name, count in zip(names, train, strict=True) if not count],
@@ -139,15 +139,15 @@ def _classes(folder: Path, document: Mapping[str, Any], splits: Mapping[str, _Sp
 def _captions(splits: Sequence[_Split], count_tokens: CountTokens | None, positions: int | None) -> dict[str, Any]:
     """Return lengths of captions: of all in bytes, and of some in tokens with the share of those that are cut."""
     section: dict[str, Any] = {
-        "bytes": _quantiles(np.concatenate([each.records["caption"] for each in splits])),
+        "bytes": _quantiles(np.concatenate([part.records["caption"] for part in splits])),
         "counted": None,
         "tokens": None,
         "cut": None,
     }
     if count_tokens is None:
         return section
-    apart = -(-sum(len(each.records) for each in splits) // MOST_CAPTIONS)
-    lengths = np.array([n for each in splits for n in count_tokens(each.captions(range(0, len(each.records), apart)))])
+    apart = -(-sum(len(part.records) for part in splits) // MOST_CAPTIONS)
+    lengths = np.array([n for part in splits for n in count_tokens(part.captions(range(0, len(part.records), apart)))])
     cut = None if positions is None else float((lengths > positions).mean())
     return section | {"counted": len(lengths), "tokens": _quantiles(lengths), "cut": cut}
 
@@ -158,11 +158,11 @@ def _duplicates(splits: Sequence[_Split]) -> dict[str, Any]:
     ``train``, ``validation``: images beyond the first of their content in all sources. ``leaked``: images for
     validation that are for training, too. ``other_labels``: contents whose images have different classes.
     """
-    digests = np.concatenate([each.records["digest"] for each in splits])
-    labels = np.concatenate([each.records["label"] for each in splits])
-    owner = np.repeat(np.arange(len(splits)), [len(each.records) for each in splits])
-    number = np.concatenate([np.arange(len(each.records)) for each in splits])
-    trained = np.array([each.split == "train" for each in splits], bool)[owner]
+    digests = np.concatenate([part.records["digest"] for part in splits])
+    labels = np.concatenate([part.records["label"] for part in splits])
+    owner = np.repeat(np.arange(len(splits)), [len(part.records) for part in splits])
+    number = np.concatenate([np.arange(len(part.records)) for part in splits])
+    trained = np.array([part.split == "train" for part in splits], bool)[owner]
     parts = {"train": digests[trained], "validation": digests[~trained]}
     both = np.intersect1d(parts["train"], parts["validation"])
     is_leaked = ~trained & np.isin(digests, both)
@@ -174,8 +174,8 @@ def _duplicates(splits: Sequence[_Split]) -> dict[str, Any]:
         twin = np.flatnonzero(trained & (digests == digests[place]))[0]
         pair = {}
         for split, at in (("train", twin), ("validation", place)):
-            each = splits[owner[at]]
-            pair[split] = {"source": each.source, "image": each.name(int(number[at]))}
+            part = splits[owner[at]]
+            pair[split] = {"source": part.source, "image": part.name(int(number[at]))}
         examples.append(pair)
     return {
         **{split: len(hashes) - len(np.unique(hashes)) for split, hashes in parts.items()},

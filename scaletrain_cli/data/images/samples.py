@@ -77,12 +77,12 @@ def labels_named(labels: Sequence[str], names: Sequence[str]) -> tuple[str, ...]
     in the same place, such as goldfish for the folder n01443537.
     """
     own, given = (
-        {" ".join(each.casefold().replace("_", " ").replace("-", " ").split()): each for each in these}
+        {" ".join(label.casefold().replace("_", " ").replace("-", " ").split()): label for label in these}
         for these in (labels, names)
     )
     if not set(labels) & set(names) and len(own) == len(labels) == len(names) == len(given):
         if own.keys() == given.keys():
-            return tuple(own[each] for each in given)
+            return tuple(own[label] for label in given)
         if own.keys().isdisjoint(given):
             return tuple(labels)
     return tuple(names)
@@ -215,9 +215,9 @@ def target_of(value: Any, settings: ImageSettings, classes: Mapping[str, int]) -
     if settings.targets == "classes":
         if not isinstance(value, list):
             value = [value]
-        return sorted({_class_of(each, classes) for each in value})
+        return sorted({_class_of(label, classes) for label in value})
     elements = value if isinstance(value, list) else [value]
-    numbers = [each for each in elements if isinstance(each, int | float) and not isinstance(each, bool)]
+    numbers = [element for element in elements if isinstance(element, int | float) and not isinstance(element, bool)]
     if len(numbers) != len(elements) or not elements or not all(map(math.isfinite, numbers)):
         raise TargetError(Reason("images.label-not-numbers", {"given": _shown(value)}))
     return list(map(float, numbers))

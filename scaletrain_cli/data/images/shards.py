@@ -57,14 +57,14 @@ class ShardUnit:
         place = f"{self.file.path}:{name}"
         if size > MOST_IMAGE_BYTES:
             return Bad(place, Reason("images.file-too-large", {"most": MOST_IMAGE_BYTES}))
-        beside = {each: member for each, member in group.members.items() if each in wanted.beside}
+        beside = {suffix: member for suffix, member in group.members.items() if suffix in wanted.beside}
         for name_beside, _, size_beside in beside.values():
             if size_beside > _MOST_BESIDE_BYTES:
                 where = f"{self.file.path}:{name_beside}"
                 return Bad(where, Reason("images.file-too-large", {"most": _MOST_BESIDE_BYTES}))
-        contents = {each: _read(stream, start, count) for each, (_, start, count) in beside.items()}
+        contents = {suffix: _read(stream, start, count) for suffix, (_, start, count) in beside.items()}
         image = _read(stream, offset, size)
-        if len(image) < size or any(len(contents[each]) < member[2] for each, member in beside.items()):
+        if len(image) < size or any(len(contents[suffix]) < member[2] for suffix, member in beside.items()):
             return Bad(place, Reason("images.shard-cut", {"byte": offset + len(image)}))
         try:
             label = wanted.label.value(contents)

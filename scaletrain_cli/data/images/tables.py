@@ -42,7 +42,7 @@ class TableUnit:
         require_unchanged(self.file)
         with opened_table(self.file) as table:
             columns = table_columns(table.schema_arrow, settings, self.file.path)
-            names = list(dict.fromkeys(each for each in columns.values() if each is not None))
+            names = list(dict.fromkeys(column for column in columns.values() if column is not None))
             row = self.first_row
             for group in range(self.first_group, self.last_group):
                 start = row

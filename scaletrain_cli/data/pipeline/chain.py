@@ -188,8 +188,8 @@ class Chain:
         """
         running = [_Running(self, number, task) for number in range(len(self.steps))]
         yield from self._run(task, running)
-        for each in running:
-            each.write()
+        for step in running:
+            step.write()
 
     def _run(self, task: Task, running: Sequence[_Running]) -> Iterator[tuple[int, str]]:
         reading, *others = running
@@ -201,8 +201,8 @@ class Chain:
             assert isinstance(record, Record)
             reading.was_read(record.text)
             document = Document(record.text, task.source, "", record.columns)
-            for each in others:
-                result = each.apply(number, document, place, skip_bad=self.skips_bad)
+            for step in others:
+                result = step.apply(number, document, place, skip_bad=self.skips_bad)
                 if result is None:
                     break
                 document = result

@@ -51,8 +51,8 @@ def shared_reading(
         yield read
 
         def remove_hashes() -> None:
-            for each in used:
-                shutil.rmtree(each, ignore_errors=True)
+            for folder in used:
+                shutil.rmtree(folder, ignore_errors=True)
 
         claims.at_last_end(remove_hashes)
 
@@ -60,7 +60,7 @@ def shared_reading(
 def _read(
     files: Sequence[SourceFile], folder: Path, workers: int, claims: Claims, progress: Progress
 ) -> dict[str, str]:
-    ranges = [each for file in files for each in ranges_of(file)]
+    ranges = [part for file in files for part in ranges_of(file)]
     units = [_Unit(folder / f"{number:06d}.json", unit) for number, unit in enumerate(_units(ranges))]
     stage = Stage(
         "read the sources",
@@ -83,9 +83,9 @@ def _units(ranges: Sequence[FileRange]) -> Iterator[tuple[FileRange, ...]]:
     """Yield the ranges in groups of about UNIT_BYTES."""
     held: list[FileRange] = []
     size = 0
-    for each in ranges:
-        held.append(each)
-        size += each.stop - each.start + _OPENING_BYTES
+    for part in ranges:
+        held.append(part)
+        size += part.stop - part.start + _OPENING_BYTES
         if size >= UNIT_BYTES:
             yield tuple(held)
             held, size = [], 0
@@ -95,7 +95,7 @@ def _units(ranges: Sequence[FileRange]) -> Iterator[tuple[FileRange, ...]]:
 
 def _hash_unit(unit: _Unit) -> None:
     """Write the hashes of the ranges of a unit, in order. Raises UsageError and OSError."""
-    write_whole(unit.result, json.dumps([hash_range(each) for each in unit.ranges]))
+    write_whole(unit.result, json.dumps([hash_range(part) for part in unit.ranges]))
 
 
 def _result(unit: _Unit) -> list[str] | None:
@@ -105,7 +105,7 @@ def _result(unit: _Unit) -> list[str] | None:
         if (
             isinstance(digests, list)
             and len(digests) == len(unit.ranges)
-            and all(isinstance(each, str) for each in digests)
+            and all(isinstance(digest, str) for digest in digests)
         ):
             return digests
     return None

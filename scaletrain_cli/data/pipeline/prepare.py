@@ -99,7 +99,7 @@ def sample(sources: Sequence[Work]) -> Iterator[str]:
     Otherwise each source gives documents from tasks that lie evenly in it, until it has given its share. Raises
     UsageError for a source of which no document is left.
     """
-    characters = characters_of([each.source for each in sources])
+    characters = characters_of([work.source for work in sources])
     from_beginning = len(sources) == 1 and len(sources[0].chain.steps) == 1
     for work, most in zip(sources, characters, strict=True):
         taken, is_empty = 0, True
@@ -189,7 +189,7 @@ def prepare(
                 remove_phases(corpus)  # of which a slow process may have written some again
 
         claims.at_last_end(remove_phases_again)
-        return {each.name: each.dataset for each in done}
+        return {work.name: work.dataset for work in done}
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _planned(chains: Sequence[Chain], sources: Sequence[Source], section: Prepar
 
 def _duplicates_key(chains: Sequence[Chain], section: DuplicatesSpec) -> str:
     """Return the key of the results of deduplication over several sources."""
-    return chained("duplicates", [each.steps[-1].key for each in chains], settings_key(section))
+    return chained("duplicates", [chain.steps[-1].key for chain in chains], settings_key(section))
 
 
 def _key_without_duplicates(chain: Chain, key: str, place: int) -> str:
@@ -254,7 +254,7 @@ def _dataset_key(preparation: Preparation, tokenizer: str, chain: Chain) -> str:
 
 def _trained(preparation: Preparation, works: Sequence[Work], folder: Path, crew: _Crew) -> str:
     """Return the tokenizer.json that is trained on the documents that are left, once, and kept in ``folder``."""
-    path = _tokenizer_path(preparation, folder, [each.chain for each in works])
+    path = _tokenizer_path(preparation, folder, [work.chain for work in works])
     train = partial(train_into, path, preparation.vocab_size, works)
     if not trained_before(path):
         path.unlink(missing_ok=True)
@@ -267,7 +267,7 @@ def _trained(preparation: Preparation, works: Sequence[Work], folder: Path, crew
 def _trained_by_anyone(preparation: Preparation, chains: Sequence[Chain], folder: Path) -> str:
     """Return a tokenizer that this user or another one has trained; empty if there is none that can be read."""
     others = sorted(folder.glob(".tokenizers*"))
-    places = (_tokenizer_path(preparation, each, chains) for each in [tokenizers_folder(folder), *others])
+    places = (_tokenizer_path(preparation, place, chains) for place in [tokenizers_folder(folder), *others])
     return next(filter(None, map(trained_before, places)), "")
 
 
@@ -313,7 +313,7 @@ def _write_shards(work: Work, tokenizer: str, validation_share: float, crew: _Cr
         name = f"tokenize {work.name}{_after([work.chain])}"
         crew.run(Stage(name, f"{dataset.name}-shards", dataset, shards, write, one))
         written = (read_shard_info(dataset / shard) for shard in shards)
-        if not any(each is None or each.train_documents + each.validation_documents for each in written):
+        if not any(shard is None or shard.train_documents + shard.validation_documents for shard in written):
             raise UsageError(nothing_left(work))
 
 
@@ -343,7 +343,7 @@ def _with_all_steps(preparation: Preparation, steps: Path, crew: _Crew) -> list[
         if isinstance(section, DuplicatesSpec):
             works = _without_duplicates(works, section, steps, preparation.memory_bytes, crew)
         else:
-            works = [replace(each, chain=extended(each.chain, each.source, (section,))) for each in works]
+            works = [replace(work, chain=extended(work.chain, work.source, (section,))) for work in works]
     return works
 
 
@@ -351,7 +351,7 @@ def _without_duplicates(
     works: Sequence[Work], section: DuplicatesSpec, steps: Path, memory_bytes: int, crew: _Crew
 ) -> list[Work]:
     """Find the duplicates among the documents that are left so far, and return the sources with that step."""
-    chosen = [number for number, each in enumerate(works) if applies(section, each.source)]
+    chosen = [number for number, work in enumerate(works) if applies(section, work.source)]
     tasks = [(works[number].chain, task) for number in chosen for task in works[number].tasks]
     key = _duplicates_key([works[number].chain for number in chosen], section)
     corpus = Corpus(steps / key, tuple(task.source for _, task in tasks), section, memory_bytes)
@@ -363,11 +363,11 @@ def _without_duplicates(
     remove_phases(corpus)
     result, first = list(works), 0
     for place, number in enumerate(chosen):
-        each = works[number]
+        work = works[number]
         duplicates = Duplicates(corpus, first)
-        step = ChainStep(_key_without_duplicates(each.chain, key, place), section.step, None, duplicates)
-        result[number] = replace(each, chain=replace(each.chain, steps=(*each.chain.steps, step)))
-        first += len(each.tasks)
+        step = ChainStep(_key_without_duplicates(work.chain, key, place), section.step, None, duplicates)
+        result[number] = replace(work, chain=replace(work.chain, steps=(*work.chain.steps, step)))
+        first += len(work.tasks)
     return result
 
 
@@ -426,16 +426,16 @@ def _description(work: Work, tokenizer: TokenizerSettings) -> dict[str, Any]:
     shards = [read_shard_info(shard_folder(work.dataset, task.number)) for task in work.tasks]
     if None in shards:
         raise UsageError(Reason("data.shards-missing", {"folder": str(work.dataset)}))
-    each = [asdict(shard) for shard in shards if shard is not None]
-    numbers = [name for name in (each[0] if each else {}) if name != "digest"]
+    documents = [asdict(shard) for shard in shards if shard is not None]
+    numbers = [name for name in (documents[0] if documents else {}) if name != "digest"]
     description = {
         "schema": SCHEMA,
         "source": work.name,
         "content": work.source.content,
         "steps": [step.key for step in work.chain.steps],
         "tokenizer": asdict(tokenizer),
-        "fingerprint": hashlib.sha256("\n".join(shard["digest"] for shard in each).encode()).hexdigest(),
-        **{name: sum(shard[name] for shard in each) for name in numbers},
-        "shards": each,
+        "fingerprint": hashlib.sha256("\n".join(shard["digest"] for shard in documents).encode()).hexdigest(),
+        **{name: sum(shard[name] for shard in documents) for name in numbers},
+        "shards": documents,
     }
     return description | {"seal": seal_of(description)}

@@ -43,8 +43,10 @@ def nothing_left(work: Work) -> Reason:
         for task in tasks:
             decisions = _decisions(chain, number, task)
             removed.update({(number, rule): len(numbers) for rule, numbers in decisions.removed.items()})
-            for each in decisions.bad:
-                bad.setdefault((number, each["rule"]), {"place": place_of(task, each), "problem": each["problem"]})
+            for document in decisions.bad:
+                bad.setdefault(
+                    (number, document["rule"]), {"place": place_of(task, document), "problem": document["problem"]}
+                )
     if not removed:
         return Reason("data.no-documents", {"source": name})
     (number, rule), most = max(removed.items(), key=lambda item: item[1])
@@ -75,7 +77,7 @@ def _report(source: Work, sources: Sequence[Work]) -> dict[str, Any]:
         "files": len(_files(source)),
         "steps": steps,
         "languages": ({"kept": _in_order(kept), "removed": _in_order(removed)} if kept or removed else None),
-        "duplicates": [_duplicates(each.duplicates.corpus, sources) for each in source.chain.steps if each.duplicates],
+        "duplicates": [_duplicates(step.duplicates.corpus, sources) for step in source.chain.steps if step.duplicates],
         **counts,
     }
 
@@ -99,7 +101,7 @@ def _step(source: Work, number: int) -> dict[str, Any]:
         total.counts.update(decisions.counts)
         _keep_first(total.examples, decisions.examples, task, _EXAMPLES_PER_RULE)
         _keep_first(total.bad, decisions.bad, task, _PLACES_PER_REASON)
-    bad = {each["rule"] for each in total.bad}
+    bad = {document["rule"] for document in total.bad}
     return {
         "name": step.name,
         "documents": total.documents,
@@ -112,12 +114,12 @@ def _step(source: Work, number: int) -> dict[str, Any]:
                 "documents": removed[rule],
                 "share": removed[rule] / total.documents,
                 "characters": removed_characters[rule],
-                "limit": next((each["limit"] for each in total.examples if each["rule"] == rule), None),
+                "limit": next((example["limit"] for example in total.examples if example["rule"] == rule), None),
                 "measured": _in_order(measured[rule]),
                 "examples": [
-                    {"place": each["place"], "measured": each["measured"], "text": each["text"]}
-                    for each in total.examples
-                    if each["rule"] == rule
+                    {"place": example["place"], "measured": example["measured"], "text": example["text"]}
+                    for example in total.examples
+                    if example["rule"] == rule
                 ],
             }
             for rule in sorted(removed, key=lambda rule: (-removed[rule], rule))
@@ -128,9 +130,9 @@ def _step(source: Work, number: int) -> dict[str, Any]:
                 "reason": rule,
                 "documents": removed[rule],
                 "places": [
-                    {"place": each["place"], "problem": each["problem"], "order": each["order"]}
-                    for each in total.bad
-                    if each["rule"] == rule
+                    {"place": document["place"], "problem": document["problem"], "order": document["order"]}
+                    for document in total.bad
+                    if document["rule"] == rule
                 ],
             }
             for rule in sorted(bad, key=lambda rule: (-removed[rule], rule))
@@ -145,11 +147,13 @@ def _decisions(chain: Chain, number: int, task: Task) -> Decisions:
 
 def _keep_first(kept: list[dict[str, Any]], more: Sequence[Mapping[str, Any]], task: Task, most: int) -> None:
     """Add what was recorded of documents, with the place for people, up to a number for each rule."""
-    counts = Counter(each["rule"] for each in kept)
-    for each in more:
-        if counts[each["rule"]] < most:
-            counts[each["rule"]] += 1
-            kept.append({**each, "place": place_of(task, each), "order": [task.number, each["part"], each["at"]]})
+    counts = Counter(example["rule"] for example in kept)
+    for example in more:
+        if counts[example["rule"]] < most:
+            counts[example["rule"]] += 1
+            kept.append(
+                {**example, "place": place_of(task, example), "order": [task.number, example["part"], example["at"]]}
+            )
 
 
 def place_of(task: Task, document: Mapping[str, Any]) -> str:
@@ -180,10 +184,12 @@ def _duplicates(corpus: Corpus, sources: Sequence[Work]) -> dict[str, Any]:
         return places.get((document["task"], document["index"]), {"source": "", "place": "", "text": ""})
 
     examples = [
-        {"similarity": each["similarity"], "first": named(each["first"]), "second": named(each["second"])}
-        for each in report.get("examples", ())
+        {"similarity": pair["similarity"], "first": named(pair["first"]), "second": named(pair["second"])}
+        for pair in report.get("examples", ())
     ]
-    clusters = [{"documents": each["documents"], "kept": named(each["kept"])} for each in report["largest_clusters"]]
+    clusters = [
+        {"documents": cluster["documents"], "kept": named(cluster["kept"])} for cluster in report["largest_clusters"]
+    ]
     return {"key": key, **report, "largest_clusters": clusters, "examples": examples}
 
 
@@ -194,8 +200,8 @@ def _shown(corpus: Corpus, sources: Sequence[Work]) -> Iterator[tuple[tuple[int,
             if step.duplicates is None or step.duplicates.corpus.folder != corpus.folder:
                 continue
             for task in source.tasks:
-                for index, each in _decisions(source.chain, number, task).shown.items():
-                    named = {"source": source.name, "place": place_of(task, each), "text": each["text"]}
+                for index, document in _decisions(source.chain, number, task).shown.items():
+                    named = {"source": source.name, "place": place_of(task, document), "text": document["text"]}
                     yield (step.duplicates.number_of(task), int(index)), named
 
 

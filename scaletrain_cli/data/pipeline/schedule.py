@@ -69,13 +69,13 @@ class Workers:
         """
         if self._running:
             ended, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
-            for each in ended:
-                error = each.exception()
+            for future in ended:
+                error = future.exception()
                 if isinstance(error, BrokenProcessPool):
                     raise _killed(error)
                 if error is not None and not isinstance(error, Exception):
                     raise error
-                self._done.append((self._running.pop(each), error))
+                self._done.append((self._running.pop(future), error))
         done, self._done = self._done, []
         yield from done
 
@@ -157,7 +157,7 @@ def run_stage(stage: Stage, claims: Claims, workers: Workers, progress: Progress
                 _settle(stage, unit, error, claims, losses, left)
             return
         free = workers.count - len(running)
-        for unit in [each for each in left.from_place(claims.owner) if each not in running] if free else []:
+        for unit in [unit for unit in left.from_place(claims.owner) if unit not in running] if free else []:
             if claims.claim(stage.key, stage.results[unit]):
                 if (stage.folder / stage.results[unit]).exists():  # its owner has ended since the last look
                     del left.units[unit]

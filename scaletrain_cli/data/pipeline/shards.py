@@ -183,12 +183,12 @@ def _write(folder: Path, documents: Iterable[Encoded], validation_share: float, 
     with ExitStack() as opened:
         files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in SPLITS}
         ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in SPLITS}
-        for each in documents:
-            split = split_of(each.content, validation_share)
-            text_bytes = b"" if each.text is None else each.content
-            statistics.add(each.text or "", text_bytes, each.tokens)
-            files[split].write(each.tokens.tobytes())
-            tokens[split] += len(each.tokens)
+        for document in documents:
+            split = split_of(document.content, validation_share)
+            text_bytes = b"" if document.text is None else document.content
+            statistics.add(document.text or "", text_bytes, document.tokens)
+            files[split].write(document.tokens.tobytes())
+            tokens[split] += len(document.tokens)
             count[split] += 1
             size += len(text_bytes)
             ends[split].write(np.int64(tokens[split] - 1).tobytes())

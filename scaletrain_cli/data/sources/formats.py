@@ -117,7 +117,7 @@ def first_fault(
             if problem is not None and fault is None:
                 bad.append(BadRecord(record.place, problem))
         if bad and fault is None:
-            first = min(bad, key=lambda each: each.place)
+            first = min(bad, key=lambda record: record.place)
             fault = Fault(reader_of(file).place_text(file, first.place), first.reason, not usable_here)
         usable = usable or usable_here
     return None if skips_bad and usable else fault
@@ -128,7 +128,7 @@ def sample_of(files: Sequence[SourceFile], most: int) -> list[SourceFile]:
     by_format: dict[tuple[str, str], list[SourceFile]] = {}
     for file in files:
         by_format.setdefault((file.kind, file.compression), []).append(file)
-    return [each for group in by_format.values() for each in group[:: -(-len(group) // most)]]
+    return [file for group in by_format.values() for file in group[:: -(-len(group) // most)]]
 
 
 def _few(records: Iterable[Record | TokenRecord | BadRecord]) -> Iterator[Record | TokenRecord | BadRecord]:

@@ -53,7 +53,7 @@ def source_files(
     if not checked:
         with contextlib.suppress(OSError):
             return tuple(local_file(path, kind, compression) for path, kind, compression in files)
-    read = tuple(each for path, kind, _ in files for each in parts_of(path, kind))
+    read = tuple(part for path, kind, _ in files for part in parts_of(path, kind))
     if problem := unreadable_among(read, folder / expand_home(section.path)):
         raise _unreadable(key, section.path, problem)
     return tuple(local_file(path, kind, compression) for path, kind, compression in files)

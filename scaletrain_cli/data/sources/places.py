@@ -94,9 +94,9 @@ def list_files(path: str, seconds: float | None = None) -> tuple[RemoteFile, ...
     pattern = tuple(place.key.split("/")) if wildcard else ()
     deep = not wildcard or "/" in place.key[wildcard.start() :] or "**" in pattern
     files = [
-        RemoteFile(place.sibling(each["path"]), each["size"], _identity(each))
-        for each in retried(lambda: list(_listed(place, folder.rstrip("/"), deep)), place, path, seconds)
-        if not pattern or path_matches(tuple(each["path"].split("/")), pattern)
+        RemoteFile(place.sibling(entry["path"]), entry["size"], _identity(entry))
+        for entry in retried(lambda: list(_listed(place, folder.rstrip("/"), deep)), place, path, seconds)
+        if not pattern or path_matches(tuple(entry["path"].split("/")), pattern)
     ]
     if not files:
         raise PlaceError(Reason("remote.nothing-found" if wildcard else "remote.not-found", {"path": path}))

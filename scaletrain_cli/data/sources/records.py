@@ -108,8 +108,8 @@ class Reader(Protocol):
 
 def local_file(path: Path, kind: str, compression: str = "") -> SourceFile:
     """Return a file of this machine with its size and its state. Raises OSError."""
-    stats = [each.stat() for each in parts_of(path, kind)]
-    size = sum(each.st_size for each in stats)
+    stats = [part.stat() for part in parts_of(path, kind)]
+    size = sum(status.st_size for status in stats)
     return SourceFile(os.path.abspath(path), size, kind, compression, state=_state(stats))
 
 
@@ -129,7 +129,7 @@ def _state(stats: Iterable[os.stat_result]) -> str:
     It includes the inode change time, which programs cannot set, unlike the modification time; not the device, which
     differs between machines that mount the same file system.
     """
-    return " ".join(f"{each.st_ino}-{each.st_size}-{each.st_mtime_ns}-{each.st_ctime_ns}" for each in stats)
+    return " ".join(f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}" for status in stats)
 
 
 def require_unchanged(file: SourceFile) -> None:

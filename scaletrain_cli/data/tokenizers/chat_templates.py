@@ -101,7 +101,7 @@ def template_files(spec: RunSpec, base: Path = _HERE) -> TemplateFiles:
     folder = (base / expand_home(data.tokenizer.path)).parent
     folders = [folder] if spec.language_weights is None else [folder, base / expand_home(spec.language_weights)]
     templates = given or _templates(folder, of_processor=isinstance(spec.model, LlavaSpec))
-    configs = [each / name for each in folders for name in ("config.json", "generation_config.json")]
+    configs = [folder / name for folder in folders for name in ("config.json", "generation_config.json")]
     values = [json_object(path).get("eos_token_id") for path in configs]
     ids = {i for value in values for i in (value if isinstance(value, list) else [value]) if type(i) is int}
     return TemplateFiles(special_tokens(folder), templates, tuple(sorted(i for i in ids if 0 <= i < _MOST_TOKENS)))
@@ -129,7 +129,7 @@ def _templates(folder: Path, *, of_processor: bool) -> dict[str, str]:
         return {name: _template(path) for name, path in files.items()}
     try:
         if isinstance(of_config, list):
-            of_config = {each["name"]: each["template"] for each in of_config}
+            of_config = {template["name"]: template["template"] for template in of_config}
         named = {"default": of_config} if isinstance(of_config, str) else dict(of_config or {})
         if not all(isinstance(text, str) for pair in named.items() for text in pair):
             raise TypeError("a template, or its name, is no text")

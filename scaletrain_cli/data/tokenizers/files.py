@@ -284,7 +284,7 @@ def _added(
         elif text in vocabulary:
             number = vocabulary[text]
         else:  # as the library tokenizers numbers it
-            number = max([len(vocabulary), *(each["id"] + 1 for each in added.values())])
+            number = max([len(vocabulary), *(token["id"] + 1 for token in added.values())])
         if stated not in (None, number):
             params = {"token": text, "stated": stated, "id": number}
             raise TokenizerError(path, Reason("tokenizers.id-differs", params))
@@ -355,11 +355,11 @@ def _class_differs(name: str, path: Path) -> TokenizerError:
 
 def _prefix_spaces(part: dict[str, Any]) -> Iterator[bool]:
     """Yield for each component of a pre-tokenizer or normalizer that may put a space before a text whether it does."""
-    for each in part.get("pretokenizers") or part.get("normalizers") or [part]:
-        if each.get("type") in ("ByteLevel", "Metaspace"):
-            yield each.get("prepend_scheme", "always" if each.get("add_prefix_space", True) else "never") != "never"
-        elif each.get("type") in ("Prepend", "Replace") and "▁" in (each.get("prepend"), each.get("content")):
-            yield each["type"] == "Prepend"
+    for step in part.get("pretokenizers") or part.get("normalizers") or [part]:
+        if step.get("type") in ("ByteLevel", "Metaspace"):
+            yield step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never") != "never"
+        elif step.get("type") in ("Prepend", "Replace") and "▁" in (step.get("prepend"), step.get("content")):
+            yield step["type"] == "Prepend"
 
 
 def _require(config: dict[str, Any], key: str, allowed: bool, path: Path) -> None:

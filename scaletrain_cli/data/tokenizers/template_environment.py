@@ -234,4 +234,4 @@ def without_marks(text: str, opening: str, closing: str) -> Rendered:
             length += len(part)
     if start >= 0:
         raise RowError("template-failed", error="a generation block was cut")
-    return Rendered("".join(parts), [each for each in marked if each[0] < each[1]])
+    return Rendered("".join(parts), [span for span in marked if span[0] < span[1]])

@@ -358,7 +358,7 @@ class Checkpointer:
         kept = self._context.spec.checkpoint
         also_kept = steps_to_keep(self._context.run, self.folder, keep_best=kept.keep_best, mirror_to=kept.mirror.to)
         if (compared := self.compared_step) is not None:  # to resume from, if they differ the next time
-            before = [each.step for each in list_checkpoints(self.folder) if each.step <= compared]
+            before = [saved.step for saved in list_checkpoints(self.folder) if saved.step <= compared]
             also_kept |= {max(before, default=compared)}
         for checkpoint in checkpoints_to_prune(self.folder, kept.keep, kept.keep_every, also_kept):
             checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)

@@ -103,15 +103,15 @@ def transfer_copies(
     or arrives other than its manifest states, is left without a manifest. Raises OSError if a file cannot be written,
     once all are received, and RuntimeError if another rank is lost.
     """
-    of_ranks = Counter(rank for each in transfers for rank in (each.source, each.destination))
+    of_ranks = Counter(rank for transfer in transfers for rank in (transfer.source, transfer.destination))
     # Each has a chunk that is sent or received, and one that is read or written meanwhile.
     chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, _BUFFER_BYTES // (2 * max(of_ranks.values(), default=1))))
     sent = {
-        tag: own if own is not None and each.owner == rank else _stored(path, each.owner, chunk_bytes)
-        for tag, each in enumerate(transfers)
-        if each.source == rank
+        tag: own if own is not None and transfer.owner == rank else _stored(path, transfer.owner, chunk_bytes)
+        for tag, transfer in enumerate(transfers)
+        if transfer.source == rank
     }
-    received = [tag for tag, each in enumerate(transfers) if each.destination == rank]
+    received = [tag for tag, transfer in enumerate(transfers) if transfer.destination == rank]
 
     def exchange(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         consensus.exchange(
@@ -127,21 +127,21 @@ def transfer_copies(
         exchange(stated, arrived)
         return {tag: arrived[tag].numpy().tobytes() if tag in arrived else b"" for tag in received}
 
-    sizes = exchange_texts({tag: json.dumps(dict(each.sizes)).encode() for tag, each in sent.items()})
+    sizes = exchange_texts({tag: json.dumps(dict(content.sizes)).encode() for tag, content in sent.items()})
     # Hashing takes as long as receiving, so that both are done at a time.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="received-copies") as thread:
         writers = {tag: _Received(path, transfers[tag].owner, text, thread) for tag, text in sizes.items()}
-        outgoing = {tag: _cut(each, chunk_bytes) for tag, each in sent.items()}
-        incoming = {tag: each.chunks(chunk_bytes) for tag, each in writers.items()}
+        outgoing = {tag: _cut(content, chunk_bytes) for tag, content in sent.items()}
+        incoming = {tag: writer.chunks(chunk_bytes) for tag, writer in writers.items()}
         while outgoing or incoming:
             # Both ends take the chunks of a transfer in the same order, and one of each per exchange.
-            chunks = {tag: chunk for tag, each in outgoing.items() if (chunk := next(each, None)) is not None}
-            empty = {tag: chunk for tag, each in incoming.items() if (chunk := next(each, None)) is not None}
+            chunks = {tag: chunk for tag, stream in outgoing.items() if (chunk := next(stream, None)) is not None}
+            empty = {tag: chunk for tag, stream in incoming.items() if (chunk := next(stream, None)) is not None}
             exchange(chunks, empty)
             outgoing = {tag: outgoing[tag] for tag in chunks}
             incoming = {tag: incoming[tag] for tag in empty}
-        manifests = exchange_texts({tag: each.manifest() for tag, each in sent.items()})
-        problems = [problem for tag, each in writers.items() if (problem := each.close(manifests[tag])) is not None]
+        manifests = exchange_texts({tag: content.manifest() for tag, content in sent.items()})
+        problems = [problem for tag, writer in writers.items() if (problem := writer.close(manifests[tag])) is not None]
     if problems:
         raise problems[0]
 

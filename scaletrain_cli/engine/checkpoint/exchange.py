@@ -87,29 +87,29 @@ def exchange(
     opaque = any(key.startswith(OPAQUE) for key in held.values)
     mine = _Manifest(held.slices, needed, kinds, opaque, held.counts.usual, held.counts.others)
     manifests = consensus.gather_everywhere(mine)
-    if any(each.opaque for each in manifests):
+    if any(manifest.opaque for manifest in manifests):
         raise UsageError(Reason("engine.states-bound-to-stage"))
-    wanted = {name for each in manifests for name in each.needed}
-    names = sorted({name for each in manifests for name in each.held} & wanted)
+    wanted = {name for manifest in manifests for name in manifest.needed}
+    names = sorted({name for manifest in manifests for name in manifest.held} & wanted)
     tensors: dict[str, Tensor] = {}
     lacking: list[tuple[str, str]] = []
-    for kind in sorted({kind for each in manifests for kind in each.kinds}):
-        of_kind = sorted({name for each in manifests for name in each.kinds.get(kind, ())} & wanted)
+    for kind in sorted({kind for manifest in manifests for kind in manifest.kinds}):
+        of_kind = sorted({name for manifest in manifests for name in manifest.kinds.get(kind, ())} & wanted)
         for batch in _batches(of_kind, manifests):
             values, missing = _exchanged(kind, batch, held, manifests, device)
             tensors |= values
             lacking += [(kind, name) for name in missing]
-    for kind, name in (each for of_rank in consensus.gather_everywhere(lacking) for each in of_rank):
+    for kind, name in (pair for of_rank in consensus.gather_everywhere(lacking) for pair in of_rank):
         raise ScaletrainError(Reason("engine.state-not-held", {"kind": kind, "name": name}))
-    owners = {name: each for each in reversed(manifests) for name in each.held}
+    owners = {name: manifest for manifest in reversed(manifests) for name in manifest.held}
     counts = {name: owners[name].other_counts.get(name, owners[name].counts) for name in names}
-    usual = next((each.counts for each in manifests if each.counts), {})
+    usual = next((manifest.counts for manifest in manifests if manifest.counts), {})
     return ExchangedState(tensors, counts, usual, {key.partition("/")[0] for key in tensors})
 
 
 def _batches(names: list[str], manifests: list[_Manifest]) -> Iterator[list[str]]:
     """Yield names of matrices that together have about ``_BATCH_NUMEL`` elements."""
-    shapes = {name: part.whole_shape for each in manifests for name, part in each.held.items()}
+    shapes = {name: part.whole_shape for manifest in manifests for name, part in manifest.held.items()}
     batch: list[str] = []
     numel = 0
     for name in names:
@@ -127,7 +127,7 @@ def _exchanged(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the values of one kind that this rank needs, on the host, in fp32, and the names of which parts lack."""
     me, outgoing, send, receive = manifests[dist.get_rank()], [], [], []
-    of_rank = [{name: each.held[name] for name in set(names) & set(each.kinds.get(kind, ()))} for each in manifests]
+    of_rank = [{name: peer.held[name] for name in set(names) & set(peer.kinds.get(kind, ()))} for peer in manifests]
     own = [name for name in names if name in of_rank[dist.get_rank()]]
     for other, theirs in zip(manifests, of_rank, strict=True):
         parts = [

@@ -107,7 +107,7 @@ def export(
         whole = outline(model)
         shapes, exact = named_weights(whole), {matrix.name: buffer.dtype for buffer, matrix in stored_buffers(whole)}
         stored = stored_layout(shapes, model, config)
-        files = list(_files({name: each.shape for name, each in stored.items()}, dtype.itemsize, largest_file_bytes))
+        files = list(_files({name: entry.shape for name, entry in stored.items()}, dtype.itemsize, largest_file_bytes))
 
         def read(matrix: str) -> Tensor:
             # Not in place: the first may be a view of a file.

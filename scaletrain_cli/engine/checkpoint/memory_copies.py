@@ -254,7 +254,7 @@ def open_memory_copies(context: RankContext, resume_point: ResumePoint, delay_se
 
     def first_problem(problem: Reason | None) -> Reason | None:
         problems = consensus.gather(problem)
-        return consensus.follow_rank_zero(next((each for each in problems or () if each is not None), None))
+        return consensus.follow_rank_zero(next((reason for reason in problems or () if reason is not None), None))
 
     def lacks_room(needed: int) -> Reason | None:
         return first_problem(_too_little_room(folder, needed) if ranks.local_rank == 0 else None)

@@ -163,12 +163,12 @@ def _find_copy(
     passed_over: list[str] = []
     for step, attempt in sorted({point for _, copies in everywhere for point in copies}, reverse=True):
         held = [copies.get((step, attempt), {}) for _, copies in everywhere]
-        stated = {rank: about for each in held for rank, about in each.items()}
+        stated = {rank: about for of_rank in held for rank, about in of_rank.items()}
         if len(stated) < ranks.world_size:
             continue
         needs = {rank: others for rank, (others, _) in stated.items()}
         transfers = transfers_to_resume(places, held, needs)
-        arriving = sum(stated[each.owner][1] for each in transfers if each.destination in here)
+        arriving = sum(stated[transfer.owner][1] for transfer in transfers if transfer.destination in here)
         needed, path = sorted(needed_at(here, needs)), checkpoint_path(folder, step)
         problems: dict[str, object] = {}
         if ranks.rank == here[0] and arriving and arriving > MEMORY_SHARE * free_bytes():
@@ -177,7 +177,7 @@ def _find_copy(
             continue
         own = (ranks.rank, *(set(needed) - set(here) if ranks.rank == here[0] else ()))
         # What arrives is verified while it is received, so that only the rest is read here, meanwhile.
-        received = {each.owner for each in transfers if each.destination in here}
+        received = {transfer.owner for transfer in transfers if transfer.destination in here}
         early = [rank for rank in own if rank in held[ranks.rank] and rank not in received]
         with ThreadPoolExecutor(max_workers=1) as thread:
             defects = [thread.submit(find_defects, before[step][rank]) for rank in early]
@@ -186,8 +186,8 @@ def _find_copy(
                     transfer_copies(path, transfers, ranks.rank, consensus)
             except OSError as error:
                 problems[path.name] = error
-            for each in defects:
-                problems |= each.result()
+            for future in defects:
+                problems |= future.result()
         consensus.barrier()  # the files that the other ranks of this node receive are here
         whole = {rank: copy for rank, copy in read_copies(folder, key).get(step, {}).items() if copy.attempt == attempt}
         for rank in own:
@@ -302,7 +302,7 @@ def _resume_point(
     lines = [line for line in metrics if line["step"] <= step - (copy is not None)]
     # Steps lost before an earlier attempt started to train were counted then, even if it logged no step of its own.
     shown = {line["step"] for line in metrics}
-    logged = [each for each in steps_logged_since_begun(run) if each in shown]
+    logged = [number for number in steps_logged_since_begun(run) if number in shown]
     return ResumePoint(
         checkpoint=checkpoint,
         step=step,

@@ -220,7 +220,7 @@ class ShardFile:
             slices = {name: Slice.from_json(name, data) for name, data in json.loads(metadata["pieces"]).items()}
             counts, other_counts = json.loads(metadata["counts"]), json.loads(metadata.get("other_counts", "{}"))
             if not all(
-                isinstance(value, int | float) for each in (counts, *other_counts.values()) for value in each.values()
+                isinstance(value, int | float) for part in (counts, *other_counts.values()) for value in part.values()
             ):
                 raise ValueError("a counter of the optimizer is no number")
             self.header = ShardHeader(int(metadata["rank"]), slices, counts, other_counts)

@@ -212,7 +212,7 @@ def _with_trained_templates(spec: RunSpec, files: Mapping[str, bytes]) -> dict[s
     with_templates = {name for name in files if name.endswith(".jinja") or name == "chat_template.json"}
     stated = config.pop("chat_template", None)
     listed = [{"name": "default", "template": stated}] if isinstance(stated, str) else stated or []
-    is_stated = templates == {each["name"]: each["template"] for each in listed}
+    is_stated = templates == {entry["name"]: entry["template"] for entry in listed}
     if not templates or (data.chat_template is None and (is_stated or not with_templates)):
         return dict(files)
     kept = dict(files) if data.chat_template is None else {n: files[n] for n in files if n not in with_templates}
@@ -246,7 +246,7 @@ def _class_names(spec: RunSpec, runs_root: Path, run: RunDir | None) -> Sequence
     with contextlib.suppress(ScaletrainError, OSError):  # the data are not on this machine
         known = {} if run is None else recorded_folders(spec, runs_root, read_entries(datasets_file(run)))[0]
         folders = find_run_datasets(spec, runs_root, known) or {}
-        return next(filter(None, (_object(each / "dataset.json").get("classes") for each in folders.values())), ())
+        return next(filter(None, (_object(path / "dataset.json").get("classes") for path in folders.values())), ())
     return ()
 
 

@@ -298,7 +298,7 @@ class BatchReader:
             return batch
         numbers, positions = _documents(ends, length)
         documents = _tensor(numbers).view(shape)
-        segments = _joined([segments_of(each) for each in documents])
+        segments = _joined([segments_of(micro) for micro in documents])
         return batch._replace(
             documents=documents, segments=segments, positions=_tensor(part.take(positions)).view(shape)
         )
@@ -331,13 +331,13 @@ class BatchReader:
                 reference = of_pairs.transpose(1, 2).flatten(1)
         images, counts = None, None
         if sequences.images is not None and self.pixels is not None:
-            each = [rows.images for rows in read if rows.images is not None]
-            images = self.pixels.read(sequences.images, np.concatenate(each))
-            counts = tuple(map(len, each))
+            image_numbers = [rows.images for rows in read if rows.images is not None]
+            images = self.pixels.read(sequences.images, np.concatenate(image_numbers))
+            counts = tuple(map(len, image_numbers))
         step_tokens = None
         if of_training is not None:  # the positions that all replicas compute
             every = [self._indices(of_training, rank) for rank in range(self.layout.data_parallel)]
-            padded = sum(sum(self._lengths(sequences, each, in_training=True)) for each in every)
+            padded = sum(sum(self._lengths(sequences, of_rank, in_training=True)) for of_rank in every)
             step_tokens = len(samples[0]) * padded
         alike = len(set(lengths)) == 1
         if not positions and alike:
@@ -352,7 +352,7 @@ class BatchReader:
             divisor=divisor,
             weights=self._stacked(weights) if weights else None,
             documents=_joined_rows(documents) if documents else None,
-            segments=_joined([segments_of(torch.from_numpy(each)) for each in documents]) if documents else None,
+            segments=_joined([segments_of(torch.from_numpy(micro)) for micro in documents]) if documents else None,
             numbers=numbers,
             reference=reference,
             lengths=None if alike else tuple(lengths),
@@ -375,7 +375,7 @@ class BatchReader:
 
     def _stacked(self, arrays: list[npt.NDArray[Any]]) -> Tensor:
         """Return this rank's part of the values of all positions of each micro-batch, in one tensor."""
-        return _joined_rows([self.mesh.part.take(each) for each in arrays])
+        return _joined_rows([self.mesh.part.take(array) for array in arrays])
 
 
 def _documents(ends: list[npt.NDArray[np.int64]], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -393,16 +393,16 @@ def _documents(ends: list[npt.NDArray[np.int64]], length: int) -> tuple[npt.NDAr
 
 def _joined_rows(arrays: list[npt.NDArray[Any]]) -> Tensor:
     """Return the arrays in one tensor, with zeros after the shorter ones."""
-    longest = max(each.shape[-1] for each in arrays)
-    padded = [np.pad(each, [(0, 0)] * (each.ndim - 1) + [(0, longest - each.shape[-1])]) for each in arrays]
+    longest = max(array.shape[-1] for array in arrays)
+    padded = [np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, longest - array.shape[-1])]) for array in arrays]
     return _tensor(np.stack(padded))
 
 
 def _joined(segments: list[Segments]) -> Segments:
     """Return the segments of several micro-batches, with bounds [micro-batches, documents + 1]."""
-    most = max(len(each.bounds) for each in segments)
-    bounds = [F.pad(each.bounds, (0, most - len(each.bounds)), value=int(each.bounds[-1])) for each in segments]
-    return Segments(torch.stack(bounds), max(each.longest for each in segments))
+    most = max(len(micro.bounds) for micro in segments)
+    bounds = [F.pad(micro.bounds, (0, most - len(micro.bounds)), value=int(micro.bounds[-1])) for micro in segments]
+    return Segments(torch.stack(bounds), max(micro.longest for micro in segments))
 
 
 def _tensor(values: npt.NDArray[Any]) -> Tensor:

@@ -154,7 +154,7 @@ class ChatTemplate:
         roles = set()
         for role, messages in conversations.items():
             text = self._probed(messages)
-            if text.count(_PROBE) == 2 * sum(each["content"] == parts for each in messages) and "'type'" not in text:
+            if text.count(_PROBE) == 2 * sum(turn["content"] == parts for turn in messages) and "'type'" not in text:
                 roles |= {role, ASSISTANT} if role == "user" else {role}
         return frozenset(roles) if "user" in roles else frozenset()
 

@@ -142,13 +142,13 @@ class ChatTokenizer:
                 texts.append([text._replace(images=images) for text in self._texts(example)])
             except RowError as error:
                 texts.append([error])
-        usable = [text for each in texts for text in each if isinstance(text, _Text)]
-        encodings = self._tokenizer.encode_batch([each.text for each in usable], add_special_tokens=False)
-        of_prompts = self._tokenizer.encode_batch([each.prompt or "" for each in usable], add_special_tokens=False)
+        usable = [text for of_example in texts for text in of_example if isinstance(text, _Text)]
+        encodings = self._tokenizer.encode_batch([text.text for text in usable], add_special_tokens=False)
+        of_prompts = self._tokenizer.encode_batch([text.prompt or "" for text in usable], add_special_tokens=False)
         encoded = map(self._weighted, usable, encodings, of_prompts)
         by_example: list[list[Encoded] | RowError] = []
-        for each, (_, weight) in zip(texts, examples, strict=True):
-            documents = [next(encoded) if isinstance(one, _Text) else one for one in each]
+        for of_example, (_, weight) in zip(texts, examples, strict=True):
+            documents = [next(encoded) if isinstance(one, _Text) else one for one in of_example]
             failed = next((one for one in documents if isinstance(one, RowError)), None)
             whole = [one for one in documents if isinstance(one, Encoded)]
             by_example.append(failed or [one._replace(weights=one.weights * np.float32(weight)) for one in whole])
@@ -203,7 +203,7 @@ class ChatTokenizer:
         prompt, completion, tools, variables = answer
         if isinstance(prompt, str) and isinstance(completion, str):
             if self.images is not None:
-                prompt, completion = (each.replace(IMAGE_MARK, self.images.text) for each in (prompt, completion))
+                prompt, completion = (part.replace(IMAGE_MARK, self.images.text) for part in (prompt, completion))
             text, end = self._ended(prompt + completion)
             return _Text(text, special=True, prompt=None if self._loss_on == "all" else prompt, stops=end)
         assert isinstance(prompt, list)

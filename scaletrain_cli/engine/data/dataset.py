@@ -32,16 +32,16 @@ class Joined:
     @cached_property
     def starts(self) -> list[int]:
         """The number of the first sample of each source, and the number of all samples."""
-        return [0, *accumulate(len(each) for each in self.sources)]
+        return [0, *accumulate(len(source) for source in self.sources)]
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def part(self, first: int, count: int) -> Any:
         parts = []
-        for each, start in zip(self.sources, self.starts, strict=False):
-            low, high = (min(max(place - start, 0), len(each)) for place in (first, first + count))
-            parts.append(each.part(low, high - low))
+        for source, start in zip(self.sources, self.starts, strict=False):
+            low, high = (min(max(place - start, 0), len(source)) for place in (first, first + count))
+            parts.append(source.part(low, high - low))
         return type(self)(tuple(parts))  # type: ignore[call-arg]
 
     def located(self, index: int) -> tuple[int, int]:
@@ -209,8 +209,8 @@ def seal_of(info: DatasetInfo, hashes: list[bytes]) -> str:
     """Return the SHA-256 of the other fields and of the ``hashes`` of the data files, those of train.bin first."""
     stated = {name: value for name, value in asdict(info).items() if name != "seal"}
     digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
-    for each in hashes:
-        digest.update(hashlib.sha256(each).digest())
+    for file_hash in hashes:
+        digest.update(hashlib.sha256(file_hash).digest())
     return digest.hexdigest()
 
 

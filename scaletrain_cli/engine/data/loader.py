@@ -119,7 +119,7 @@ class Loader(Generic[Batch]):
         with torch.cuda.stream(self._stream):
             pin = self._pin
             on_device = map_tensors(
-                batch, lambda each: (each.pin_memory() if pin else each).to(self._device, non_blocking=pin)
+                batch, lambda tensor: (tensor.pin_memory() if pin else tensor).to(self._device, non_blocking=pin)
             )
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()

@@ -100,7 +100,7 @@ class ReaderProcesses:
 
     @property
     def pids(self) -> list[int]:
-        return [each.process.pid for each in self._processes]
+        return [reader.process.pid for reader in self._processes]
 
     def want(self, numbers: Sequence[Hashable]) -> None:
         """Set the batches to read, in the order in which they are taken; others are discarded."""
@@ -114,29 +114,29 @@ class ReaderProcesses:
             self._request(number)
             if number in self._arrived:
                 return self._loaded(*self._arrived.pop(number))
-            readers = [each for each in self._processes if number in each.requested] or self._processes
-            is_read = any(each.started for each in readers)  # or will be
-            ready = wait([each.connection for each in self._processes], None if is_read else 0)
+            readers = [reader for reader in self._processes if number in reader.requested] or self._processes
+            is_read = any(reader.started for reader in readers)  # or will be
+            ready = wait([reader.connection for reader in self._processes], None if is_read else 0)
             if not ready:
                 return self._read(number)
             for connection in ready:
-                place = next(place for place, each in enumerate(self._processes) if each.connection is connection)
+                place = next(place for place, reader in enumerate(self._processes) if reader.connection is connection)
                 self._receive(place)
         raise ValueError("closed")
 
     def stop(self) -> None:
         """Kill the processes, so that a call of ``take`` under way raises ValueError."""
         self._closed = True
-        for each in self._processes:
-            each.process.kill()
+        for reader in self._processes:
+            reader.process.kill()
 
     def close(self) -> None:
         """Free everything, after ``stop`` and the last ``take``, which may have started a process in the meantime."""
         self.stop()
-        for each in self._processes:
-            each.process.wait()
-            each.connection.close()
-            for slot in each.slots:
+        for reader in self._processes:
+            reader.process.wait()
+            reader.connection.close()
+            for slot in reader.slots:
                 os.close(slot)
         self._processes = []
 
@@ -148,18 +148,18 @@ class ReaderProcesses:
             self._discard(stale)
         # Batches are taken in this order: those before this one are not needed again.
         following = wanted[wanted.index(number) :] if number in wanted else order
-        for each in following:
-            if each in self._arrived or any(each in process.requested for process in self._processes):
+        for batch in following:
+            if batch in self._arrived or any(batch in process.requested for process in self._processes):
                 continue
             process = min(self._processes, key=lambda process: (not process.free, len(process.requested)))
             if not process.free:
-                if each != number or any(process.requested for process in self._processes):
+                if batch != number or any(process.requested for process in self._processes):
                     return
                 # The slots hold later batches only; the last of them is read again.
                 process = self._discard(max(self._arrived, key=list(order).index))
-            process.requested.add(each)
+            process.requested.add(batch)
             with contextlib.suppress(OSError):  # it is dead, which ``wait`` reports
-                process.connection.send((each, process.free.pop()))
+                process.connection.send((batch, process.free.pop()))
 
     def _discard(self, number: Hashable) -> _Process:
         process, reply = self._arrived.pop(number)

@@ -181,7 +181,7 @@ class RowEncoder:
         if cut and self._images is not None:
             part = slice(self._images.before_a_cut(documents[0].ids, self._seq_len))
         if cut:
-            documents = [each._replace(ids=each.ids[part], weights=each.weights[part]) for each in documents]
+            documents = [whole._replace(ids=whole.ids[part], weights=whole.weights[part]) for whole in documents]
         for document in documents:
             document.weights[:1] = 0
         if not all(document.weights.any() for document in documents):
@@ -244,7 +244,7 @@ class _Images:
         """Yield the rows with their images. Raises UsageError for a bad one, unless such rows are left out."""
         for row in rows:
             try:
-                yield row, [self._read(each, self._channels, decodes=self._skips) for each in row.images]
+                yield row, [self._read(image, self._channels, decodes=self._skips) for image in row.images]
             except self._bad as error:
                 if not self._skips:
                     if isinstance(error, self._missing):
@@ -388,14 +388,14 @@ def _write_split(
         files = {part: opened.enter_context(HashedFile(folder / f"{split}.{part}")) for part in PARTS}
         for row in packed:
             cut = [slice(starts[document] + start, starts[document] + stop) for document, start, stop in row]
-            own = [weights[each].copy() for each in cut]
-            for each in own:
-                each[0] = 0
-            total = float(sum(each.sum(dtype=np.float64) for each in own))
+            own = [weights[span].copy() for span in cut]
+            for piece in own:
+                piece[0] = 0
+            total = float(sum(own_weights.sum(dtype=np.float64) for own_weights in own))
             if not total:  # the middle of a long prompt
                 continue
-            for each, its in zip(cut, own, strict=True):
-                files["bin"].write(tokens[each].astype(dtype).tobytes())
+            for piece, its in zip(cut, own, strict=True):
+                files["bin"].write(tokens[piece].astype(dtype).tobytes())
                 files["weights.bin"].write(its.tobytes())
                 place += len(its)
                 documents += 1

@@ -258,8 +258,8 @@ class JoinedRows(Joined):
     @classmethod
     def of(cls, sources: Sequence[RowSequences]) -> "JoinedRows":
         """Return sources that read rows alike: with weights and documents if one of them has some."""
-        weighted, packed = (any(getattr(each, name) for each in sources) for name in ("weighted", "packed"))
-        return cls(tuple(replace(each, weighted=weighted, packed=packed) for each in sources))
+        weighted, packed = (any(getattr(source, name) for source in sources) for name in ("weighted", "packed"))
+        return cls(tuple(replace(source, weighted=weighted, packed=packed) for source in sources))
 
     @property
     def seq_len(self) -> int:

@@ -60,7 +60,7 @@ def _permuted(indices: npt.NDArray[np.uint64], *, size: int, key: int) -> npt.ND
     """Return the images of indices; see permute()."""
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    keys = [np.uint64(each) for each in _turn_keys(key)]
+    keys = [np.uint64(number) for number in _turn_keys(key)]
     values: npt.NDArray[np.uint64] = indices.copy()
     waiting = np.arange(len(values))
     while len(waiting):

@@ -99,7 +99,7 @@ def _images(
         write_sheet([picture for _, picture in pictures], Path(png))
     return {
         "split": split,
-        "images": {name: len(each) for name, each in samples.items()},
+        "images": {name: len(source) for name, source in samples.items()},
         "samples": [about for about, _ in pictures],
         "png": png or None,
     }
@@ -124,7 +124,7 @@ def _shown(
     lengths = [len(document.ids) for document in documents]
     if images is not None:  # one token for each image, instead of hundreds
         documents = [images.without_copies(document) for document in documents]
-    of_images = {} if images is None else {"images": [_image(each) for each in row.images]}
+    of_images = {} if images is None else {"images": [_image(image) for image in row.images]}
     return {
         "row": number,
         "where": row.where,
@@ -142,7 +142,7 @@ def _shown(
                     for weight, part in (
                         (weight, list(part))
                         for weight, part in groupby(
-                            zip(document.ids.tolist(), document.weights.tolist(), strict=True), key=lambda each: each[1]
+                            zip(document.ids.tolist(), document.weights.tolist(), strict=True), key=lambda pair: pair[1]
                         )
                     )
                 ],

@@ -101,13 +101,13 @@ class RunData:
     def samples(self) -> Samples:
         """The training samples of all sources, one after another."""
         sources = tuple(self.train.values())
-        if texts := tuple(each for each in sources if isinstance(each, TextSequences)):
+        if texts := tuple(source for source in sources if isinstance(source, TextSequences)):
             return JoinedSequences(texts) if len(texts) > 1 else texts[0]
-        if rows := [each for each in sources if isinstance(each, RowSequences)]:
+        if rows := [source for source in sources if isinstance(source, RowSequences)]:
             return JoinedRows.of(rows) if len(rows) > 1 else rows[0]
         from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages  # which needs Pillow
 
-        return JoinedImages(tuple(each for each in sources if isinstance(each, ImageSamples)))
+        return JoinedImages(tuple(source for source in sources if isinstance(source, ImageSamples)))
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return what a checkpoint states about the data that it was trained on."""

@@ -50,7 +50,7 @@ def _of_images(spec: RunSpec, datasets: Mapping[str, Path], mixture: Mapping[str
         lengths = []
         for first in range(0, len(captions), _CAPTIONS):
             encoded = tokenizer.encode_batch(captions[first : first + _CAPTIONS], add_special_tokens=False)
-            lengths += [len(each.ids) + 2 for each in encoded]  # with start and end
+            lengths += [len(encoding.ids) + 2 for encoding in encoded]  # with start and end
         return lengths
 
     return image_report(

@@ -296,8 +296,8 @@ class Errors(Measures):
         metrics = {"mae": rounded(absolute.sum() / total), "rmse": rounded((squared.sum() / total).sqrt())}
         details: dict[str, object] = {"samples": int(counts[0])}
         if len(counts) > 1:
-            each = zip(absolute / counts, (squared / counts).sqrt(), strict=True)
-            details["outputs"] = [{"mae": rounded(mae), "rmse": rounded(rmse)} for mae, rmse in each]
+            errors = zip(absolute / counts, (squared / counts).sqrt(), strict=True)
+            details["outputs"] = [{"mae": rounded(mae), "rmse": rounded(rmse)} for mae, rmse in errors]
         return Figures(metrics, details)
 
 
@@ -394,7 +394,7 @@ class Retrieval(Measures):
         dim = int(width[0] // width[1])
         keys = rows_of_all(torch.cat([*self._keys, torch.empty(0, 3, dtype=torch.int64)]), axis)
         images, texts = (
-            rows_of_all(torch.cat([*each, torch.empty(0, dim)]), axis) for each in (self._images, self._texts)
+            rows_of_all(torch.cat([*features, torch.empty(0, dim)]), axis) for features in (self._images, self._texts)
         )
         order = in_sample_order(keys[:, 0])
         (image, image_rows), (text, text_rows) = (_distinct(keys[order, column]) for column in (1, 2))

@@ -255,7 +255,7 @@ def check_together(
         if cluster.traits.runs_here or any(event["reason"] == "wrong-nodes" for event in ended):
             # No other attempt could get better nodes, or one has tried: what only costs speed is a warning.
             keeps = [finding.keeps_off and not finding.costs_speed for finding in compared]
-            findings = [dataclasses.replace(each, keeps_off=off) for each, off in zip(compared, keeps, strict=True)]
+            findings = [dataclasses.replace(fault, keeps_off=off) for fault, off in zip(compared, keeps, strict=True)]
         write_document(
             run.attempt(attempt) / "preflight.json",
             {

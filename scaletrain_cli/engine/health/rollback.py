@@ -86,7 +86,7 @@ class GuardActions:
             if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
                 # a source without a label in this batch has no loss; the noise scale takes many steps to be known
                 may_lack = [key for key in measured if "/" in key or key == "noise_scale"]
-                known = {key: each for key, each in measured.items() if math.isfinite(each) or key not in may_lack}
+                known = {key: value for key, value in measured.items() if math.isfinite(value) or key not in may_lack}
                 metrics.log(step, units=units, step_seconds=seconds, tokens=tokens, **known)
             if status == "spike" and (back := self._after_spike(step, trained, metrics)) is not None:
                 return back

@@ -79,8 +79,8 @@ def held_tensors(composed: Composed) -> tuple[list[Tensor], ...]:
         weights[is_sharded_over_experts(parameter)].append(getattr(parameter, "ds_tensor", parameter))
     flat, known = master_weights(engine), set(map(id, chain(*weights)))
     # A state without dimensions counts steps.
-    states = [each for weight in flat for each in optimizer.state.get(weight, {}).values()]
-    states = [each for each in states if isinstance(each, Tensor) and each.dim() > 0]
+    states = [state for weight in flat for state in optimizer.state.get(weight, {}).values()]
+    states = [state for state in states if isinstance(state, Tensor) and state.dim() > 0]
     return *weights, [weight for weight in flat if id(weight) not in known], states
 
 
@@ -237,7 +237,7 @@ class StateCheck:
         params = {"step": step, "clean_step": self.clean_step}
         changes = [values[len(self._groups) :] for values in by_rank]
         if changed := [rank for rank, parts in enumerate(changes) if any(parts)]:
-            parts = [name for place, name in enumerate(STATE_PARTS) if any(each[place] for each in changes)]
+            parts = [name for place, name in enumerate(STATE_PARTS) if any(of_rank[place] for of_rank in changes)]
             code = "engine.state-changed" if len(changed) == 1 else "engine.state-changed-on-several"
             return Reason(code, {**params, "ranks": changed, "parts": parts}), changed
         differing: set[int] = set()

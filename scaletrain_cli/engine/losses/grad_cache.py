@@ -51,8 +51,8 @@ def cached_backward(
         with torch.no_grad():
             outputs = forward(batch)
         # In fp32 at least: in 16 bits, small gradients would be lost before any scaling.
-        copies = [None if each is None else full_precision(each.detach()).clone() for each in outputs]
-        leaves.append(_like(outputs, [None if each is None else each.requires_grad_() for each in copies]))
+        copies = [None if tensor is None else full_precision(tensor.detach()).clone() for tensor in outputs]
+        leaves.append(_like(outputs, [None if copied is None else copied.requires_grad_() for copied in copies]))
     with torch.enable_grad():
         value = loss(leaves)
     value.backward()  # type: ignore[no-untyped-call]
@@ -82,12 +82,12 @@ def joined(outputs: Sequence[Outputs], views: int = 1) -> Outputs:
     the result.
     """
     fields: list[Tensor | None] = []
-    for each in zip(*outputs, strict=True):
-        first = each[0]
+    for tensors in zip(*outputs, strict=True):
+        first = tensors[0]
         if first is None or first.dim() == 0:
             fields.append(first)
         else:
-            parts = [tensor.unflatten(0, (views, -1)) for tensor in each if tensor is not None]
+            parts = [tensor.unflatten(0, (views, -1)) for tensor in tensors if tensor is not None]
             fields.append(torch.cat(parts, 1).flatten(0, 1))
     return _like(outputs[0], fields)
 

@@ -68,7 +68,7 @@ class LayerSums:
     def fetch(self) -> Callable[[], list[float]]:
         """Return a function that waits for the sums, and returns those of all devices, row by row."""
         waits = [fetched_later(sums.flatten()) for sums in self._by_device.values()]
-        return lambda: [sum(each) for each in zip(*(wait() for wait in waits), strict=True)]
+        return lambda: [sum(values) for values in zip(*(wait() for wait in waits), strict=True)]
 
 
 def columns_of(sums: Sequence[float], gradient_factor: float) -> dict[str, float]:
@@ -179,7 +179,7 @@ class LayerProbe:
         if self._failed:
             return
         with self._measuring():
-            for weight in (each for group in optimizer.param_groups for each in group["params"]):
+            for weight in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                 parts = self._parts.get(id(weight))
                 if parts is None or weight.grad is None:
                     continue
@@ -214,7 +214,7 @@ class LayerProbe:
 
     def _observing_units(self, name: str, axis: int) -> Callable[[Tensor], None]:
         def observe(values: Tensor) -> None:
-            others = [each for each in range(values.dim()) if each != axis % values.dim()]
+            others = [dim for dim in range(values.dim()) if dim != axis % values.dim()]
             largest = torch.linalg.vector_norm(values, math.inf, dim=others)  # without a copy in another order
             square = torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
             rows = values.numel() // values.shape[axis]
@@ -336,7 +336,7 @@ class LayerMeasures:
             factor = max(1.0, (norm / ranks + 1e-6) / measured.largest_norm)  # as DeepSpeed and torch clip
         groups = self._mesh.groups.size  # of local SGD, whose sums are of as many models: a mean of their squares
         columns = {
-            name: columns_of([each / groups for each in sums[number * width : (number + 1) * width]], factor)
+            name: columns_of([total / groups for total in sums[number * width : (number + 1) * width]], factor)
             for number, name in enumerate(self.names)
         }
         return MeasuredLayers(measured.step, {name: values for name, values in columns.items() if values})
@@ -402,7 +402,7 @@ def layers_of_model(model: TrainedModel) -> ModelLayers:
     and heads are named by the part; a part without blocks is a layer of its own. A tied weight is of the embedding.
     """
     layers = ModelLayers({block_layer(key): block for key, block in model.blocks.items()})
-    block_of = {id(each): name for name, block in layers.blocks.items() for each in block.parameters()}
+    block_of = {id(weight): name for name, block in layers.blocks.items() for weight in block.parameters()}
     names = [(name, parameter) for name, parameter in model.named_parameters()]
     first_block: dict[str, str] = {}  # of each part of the model that has some, in order
     for name, parameter in names:

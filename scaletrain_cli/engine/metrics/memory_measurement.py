@@ -113,7 +113,7 @@ def model_state_bytes(engine: Any) -> ModelStateBytes:
     gradients += counted.add(_held(wrapper, _GRADIENTS), away=states_away and engine.zero_optimization_stage() == 3)
     states = counted.add(masters, away=states_away)
     counters = counter_names(inner)
-    elementwise = [[each for name, each in state.items() if name not in counters] for state in inner.state.values()]
+    elementwise = [[part for name, part in state.items() if name not in counters] for state in inner.state.values()]
     states += counted.add(_tensors(elementwise), away=states_away)
     return ModelStateBytes(held, gradients, states, counted.host)
 

@@ -74,9 +74,9 @@ class NoiseScale:
             seconds += clock() - began
 
         hooks = [
-            each.register_hook(observe)  # type: ignore[no-untyped-call]
-            for each in parameters
-            if each.requires_grad
+            parameter.register_hook(observe)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+            if parameter.requires_grad
         ]
         seconds += clock() - began
         try:

@@ -117,7 +117,7 @@ def _planned(spec: RunSpec, layout: Layout, step: int, stage: int, memory: Stage
         saved_bytes = saved_llava_bytes if isinstance(spec.model, LlavaSpec) else saved_vision_bytes
         saved = saved_bytes(spec, layout, find_accelerator(spec.cluster), step)
         return vars(memory) | changing | {"activations": saved, "host": 0}
-    held = next(each for each in stages_in(spec, layout) if each.position == stage)
+    held = next(candidate for candidate in stages_in(spec, layout) if candidate.position == stage)
     states, host = engine_states(spec, layout, held, trained=stage_of_step(spec, step))
     changing = states._asdict() if len(trained_stages(spec)) > 1 else {}
     return (

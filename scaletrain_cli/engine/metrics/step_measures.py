@@ -40,7 +40,7 @@ class DeferredMetrics:
         tensors = {name: value.detach() for name, value in on_device.items()}
         known = {name: float(value) for name, value in values.items() if name not in tensors}
         seconds = self._clock.stop()
-        doubles = [each.to(torch.float64) for each in tensors.values()]
+        doubles = [tensor.to(torch.float64) for tensor in tensors.values()]
         fetch = fetched_later(torch.stack(doubles) if doubles else torch.zeros(0))
 
         def measures() -> StepMeasures:

@@ -234,7 +234,7 @@ def summarize(events: Iterable[Mapping[str, Any]], *, pipelined: bool = False) -
     causes["host"], causes["idle"] = _without_work(trace, left)
     count = len(trace.steps)
     # With the time of each in itself, over all threads.
-    operators = (each for thread in trace.operators.values() for each in _nested(thread) if each[0].counts)
+    operators = (timed for thread in trace.operators.values() for timed in _nested(thread) if timed[0].counts)
     communication = intersected(united([*layers["exposed_communication"], *layers["bubble"]]), whole)
     hidden = total(intersected(communication, united([*layers["compute"], *layers["optimizer"]])))
     return {
@@ -244,7 +244,7 @@ def summarize(events: Iterable[Mapping[str, Any]], *, pipelined: bool = False) -
         "causes": {cause: seconds / count / 1e6 for cause, seconds in causes.items()},
         "communication_seconds": total(communication) / count / 1e6,
         "overlap": hidden / total(communication) if communication else None,
-        "top_kernels": _top(((each, each.end - each.start) for each in trace.kernels), whole[0], count),
+        "top_kernels": _top(((kernel, kernel.end - kernel.start) for kernel in trace.kernels), whole[0], count),
         "top_operators": _top(operators, whole[0], count),
         "memory": _memory(trace),
     }
@@ -311,7 +311,7 @@ def _without_work(trace: TraceEvents, left: Sequence[Interval]) -> tuple[float, 
 def _nested(operators: Sequence[Operator]) -> Iterator[tuple[Operator, float]]:
     """Yield each operator of a thread, with the time of it outside the operators within it."""
     open_ones: list[list[Any]] = []  # operator, time of those directly within
-    for one in sorted(operators, key=lambda each: (each.start, -each.end)):
+    for one in sorted(operators, key=lambda operator: (operator.start, -operator.end)):
         while open_ones and open_ones[-1][0].end <= one.start:
             yield _closed(open_ones)
         if open_ones:
@@ -391,7 +391,7 @@ class _Finder:
 
     def __init__(self, operators: Sequence[Operator]) -> None:
         outer: list[Operator] = []
-        for one in sorted((each for each in operators if each.counts), key=lambda each: (each.start, -each.end)):
+        for one in sorted((call for call in operators if call.counts), key=lambda call: (call.start, -call.end)):
             if not outer or one.start >= outer[-1].end:
                 outer.append(one)
         self._outer, self._starts = outer, [one.start for one in outer]

@@ -33,9 +33,9 @@ class LanguageModelHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.softcap = softcap  # logits x become softcap * tanh(x / softcap)
-        each = partial(cross_entropy, softcap=softcap, vocabulary=vocab_size)
-        self.token_loss: TokenLoss = each
-        self.token_losses: TokenLosses | None = partial(each, reduction="none")  # None: the kernel has sums only
+        loss = partial(cross_entropy, softcap=softcap, vocabulary=vocab_size)
+        self.token_loss: TokenLoss = loss
+        self.token_losses: TokenLosses | None = partial(loss, reduction="none")  # None: the kernel has sums only
         self.multiple = 1  # of the rows in matrix products; see HEAD_MULTIPLE
         self.label_smoothing = 0.0
         self.tokens_at_once: int | None = None  # None: all of them

@@ -44,7 +44,7 @@ def peft_tensors(adapter: AdapterSpec, modules: Sequence[Adapted], read: Read) -
         halves = [read(name, shape) for name, shape in shapes.items() if name.endswith("lora_B.weight")]
         count = len(module.halves)
         groups = [halves[first : first + count] for first in range(0, len(halves), count)]
-        experts = [torch.stack(each, 1).flatten(0, 1) if module.interleaved else torch.cat(each) for each in groups]
+        experts = [torch.stack(group, 1).flatten(0, 1) if module.interleaved else torch.cat(group) for group in groups]
         yield stacked_factor(module, modules, "A"), low
         yield stacked_factor(module, modules, "B"), torch.stack(experts, dim=-1).flatten(1)
 

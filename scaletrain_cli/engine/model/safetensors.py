@@ -205,10 +205,10 @@ class ScaledMatrix:
         rows, columns = ((*index, slice(None)) if isinstance(index, tuple) else (index, slice(None)))[:2]
         spans = [part.indices(size)[:2] for part, size in zip((rows, columns), self.values.get_shape(), strict=True)]
         blocks = tuple(
-            slice(first // each, -(-stop // each)) for (first, stop), each in zip(spans, self.block, strict=True)
+            slice(first // side, -(-stop // side)) for (first, stop), side in zip(spans, self.block, strict=True)
         )
         scales: Tensor = self.scales[blocks].float()
-        for dim, ((first, stop), each) in enumerate(zip(spans, self.block, strict=True)):
-            scales = scales.repeat_interleave(each, dim).narrow(dim, first % each, stop - first)
+        for dim, ((first, stop), side) in enumerate(zip(spans, self.block, strict=True)):
+            scales = scales.repeat_interleave(side, dim).narrow(dim, first % side, stop - first)
         values: Tensor = self.values[rows, columns].to(torch.float32)
         return values * scales

@@ -204,7 +204,7 @@ class Contrastive(ImageObjective, Joined):
             return (outputs,)
         self._pairs = type(outputs)
         # the copy of a scalar, a parameter, remains when ZeRO-3 has released it
-        return tuple(each.clone() if each is not None and each.dim() == 0 else each for each in outputs)
+        return tuple(feature.clone() if feature is not None and feature.dim() == 0 else feature for feature in outputs)
 
     def begin_validation(self) -> None:
         super().begin_validation()
@@ -219,7 +219,7 @@ class Contrastive(ImageObjective, Joined):
     def _observed(self, mean: MeanLoss, outputs: Any, batch: PreparedImages) -> Tensor:
         # the micro-batches of a global batch follow each other, in every layout
         self._waiting.append(_Pairs(self.features(None, outputs, batch), batch.samples, batch.real))
-        if sum(len(each.samples) for each in self._waiting) * self.mesh.data.size >= self.training.global_batch_size:
+        if sum(len(pairs.samples) for pairs in self._waiting) * self.mesh.data.size >= self.training.global_batch_size:
             self._add_global_batch()
         limit = self._spec.evaluation.retrieval_pairs
         if batch.tokens is not None and limit > 0:
@@ -239,15 +239,17 @@ class Contrastive(ImageObjective, Joined):
             return
         assert self._validation_loss is not None
         axis = self.mesh.data
-        samples = torch.cat([each.samples for each in waiting])
-        real = torch.cat([torch.ones_like(each.samples).bool() if each.real is None else each.real for each in waiting])
+        samples = torch.cat([pairs.samples for pairs in waiting])
+        real = torch.cat(
+            [torch.ones_like(pairs.samples).bool() if pairs.real is None else pairs.real for pairs in waiting]
+        )
         if int(sum_over((~real).sum().view(1), axis)) == 0:
-            self._validation_loss.add(self.joined_loss([each.features for each in waiting]), len(samples))
+            self._validation_loss.add(self.joined_loss([pairs.features for pairs in waiting]), len(samples))
             return
         # ranks have different numbers of samples: the first rank computes the loss of all of them
         order = in_sample_order(rows_of_all(samples[real], axis))
         parts: list[Tensor | None] = []
-        for part in joined([each.features for each in waiting]):
+        for part in joined([pairs.features for pairs in waiting]):
             if part is not None and part.dim() > 0:
                 part = rows_of_all(part[real].float(), axis)[order].to(part.device)
             parts.append(part)

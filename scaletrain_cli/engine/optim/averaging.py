@@ -64,7 +64,7 @@ class WeightAverage:
 
     def average_of(self, buffer: Tensor) -> Tensor | None:
         """Return the average of a buffer; None if it is not averaged, or not yet."""
-        places = [number for number, each in enumerate(self.buffers) if each is buffer]
+        places = [number for number, averaged in enumerate(self.buffers) if averaged is buffer]
         return self.buffer_averages[places[0]] if places and self.taken else None
 
     @contextmanager

@@ -50,7 +50,7 @@ def counter_names(optimizer: torch.optim.Optimizer) -> set[str]:
     names = {"step"}
     for weight, states in optimizer.state.items():
         names |= {
-            name for name, each in states.items() if not isinstance(each, Tensor) or each.dim() == 0 < weight.dim()
+            name for name, state in states.items() if not isinstance(state, Tensor) or state.dim() == 0 < weight.dim()
         }
     return names
 

@@ -37,7 +37,7 @@ class LocalSGD:
     @property
     def bytes(self) -> int:
         """Bytes of this rank's outer weights and momentum."""
-        return sum(each.numel() * each.element_size() for each in (*self.outer, *self.momentum))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.outer, *self.momentum))
 
     def is_due(self, step: int) -> bool:
         """Return whether the groups meet after a step (1-based)."""

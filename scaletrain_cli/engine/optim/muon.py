@@ -159,7 +159,7 @@ def _gathered(
     head = torch.tensor([*place, len(pieces)], device=device)
     heads = [torch.empty_like(head) for _ in range(dist.get_world_size(group))]
     dist.all_gather(heads, head, group=group)
-    known = [each.tolist() for each in heads]
+    known = [header.tolist() for header in heads]
     mine = torch.zeros(max(1, *(count for *_, count in known)), len(_Piece._fields), dtype=torch.int64, device=device)
     if pieces:
         mine[: len(pieces)] = torch.tensor(pieces, dtype=torch.int64, device=device)
@@ -206,8 +206,8 @@ class _Whole:
         factors = [rate_factor(*shape, rule) for shape in self.shapes()]
         if len(set(factors)) == 1:
             return factors[0]
-        each = torch.cat([torch.full((width,), factor) for width, factor in zip(self.widths, factors, strict=True)])
-        whole = each.unsqueeze(1 - self.dim).expand(self.matrix.whole_shape)
+        rates = torch.cat([torch.full((width,), factor) for width, factor in zip(self.widths, factors, strict=True)])
+        whole = rates.unsqueeze(1 - self.dim).expand(self.matrix.whole_shape)
         return self.shard(whole, tensor_rank)[piece.start : piece.stop]
 
 
@@ -244,8 +244,8 @@ class _Holders:
         if group is not None:
             holders = _gathered(place, pieces, group)
         self._places: list[tuple[int, int]] = [place for place, _ in holders]
-        self._pieces = [sorted(each) for _, each in holders]
-        self._shards = {piece.matrix: piece.shard for each in self._pieces for piece in each}
+        self._pieces = [sorted(held) for _, held in holders]
+        self._shards = {piece.matrix: piece.shard for held in self._pieces for piece in held}
         self._rounds: dict[frozenset[int], list[_Round]] = {}
 
     def rounds(self, shards: Collection[int]) -> list[_Round]:
@@ -272,7 +272,7 @@ class _Holders:
         owners = self._owners(matrices)
         me, ranks = self.rank, range(self.ranks)
         mine = [piece for piece in self._pieces[me] if piece.matrix in owners]
-        held = [[p for p in each if p.matrix in owners and owners[p.matrix] == me] for each in self._pieces]
+        held = [[p for p in pieces if p.matrix in owners and owners[p.matrix] == me] for pieces in self._pieces]
         return _Round(
             outgoing=[[p for p in mine if owners[p.matrix] == r and self._sends(me, r, p.matrix)] for r in ranks],
             incoming=[[p for p in held[r] if self._sends(r, me, p.matrix)] for r in ranks],
@@ -285,7 +285,7 @@ class _Holders:
         """Return the rank that orthogonalizes each matrix: the costliest first, on the rank with the least work."""
         busy = [0] * self.ranks
         owners = {}
-        for number in sorted(matrices, key=lambda each: (-self._wholes[each].flops, each)):
+        for number in sorted(matrices, key=lambda matrix: (-self._wholes[matrix].flops, matrix)):
             rank = busy.index(min(busy))
             owners[number] = rank
             busy[rank] += self._wholes[number].flops
@@ -307,12 +307,12 @@ class _Holders:
             values = updates[piece.shard].reshape(-1)[piece.offset : piece.offset + piece.numel]
             return values.to(device=device, dtype=dtype)
 
-        for each in self.rounds(updates):
+        for turn in self.rounds(updates):
             arrived = self._exchange(
-                [list(map(values_of, part)) for part in each.outgoing], each.incoming, dtype, device
+                [list(map(values_of, part)) for part in turn.outgoing], turn.incoming, dtype, device
             )
             shards: dict[tuple[int, int], Tensor] = {}  # by matrix and tensor rank
-            for rank, (pieces, values) in enumerate(zip(each.incoming, arrived, strict=True)):
+            for rank, (pieces, values) in enumerate(zip(turn.incoming, arrived, strict=True)):
                 for piece, part in zip(pieces, values, strict=True):
                     place = (piece.matrix, self._places[rank][0])
                     if place not in shards:
@@ -321,18 +321,18 @@ class _Holders:
                     shards[place][piece.start : piece.stop] = part
             del arrived
             tensor_ranks = sorted({tensor for tensor, _ in self._places})
-            for number in each.owned:
+            for number in turn.owned:
                 whole = self._wholes[number]
                 parts = [shards.pop((number, tensor)) for tensor in tensor_ranks if (number, tensor) in shards]
                 result = whole.orthogonalized(whole.joined(parts), iterations)
                 shards |= {(number, tensor): whole.shard(result, tensor) for tensor in tensor_ranks}
             results = [
                 [shards[piece.matrix, self._places[rank][0]][piece.start : piece.stop] for piece in pieces]
-                for rank, pieces in enumerate(each.returned)
+                for rank, pieces in enumerate(turn.returned)
             ]
-            answers = self._exchange(results, each.results, dtype, device)
+            answers = self._exchange(results, turn.results, dtype, device)
             del shards, results
-            for pieces, values in zip(each.results, answers, strict=True):
+            for pieces, values in zip(turn.results, answers, strict=True):
                 yield from zip(pieces, values, strict=True)
 
     def factor(self, piece: _Piece, rule: str) -> float | Tensor:
@@ -352,12 +352,12 @@ class _Holders:
         dist.all_to_all_single(
             received.view(torch.uint8),
             flat.view(torch.uint8),
-            [sum(each) * dtype.itemsize for each in sizes],
+            [sum(lengths) * dtype.itemsize for lengths in sizes],
             [sum(value.numel() for value in part) * dtype.itemsize for part in sent],
             group=self._group,
         )
-        by_rank = torch.split(received, [sum(each) for each in sizes])
-        return [list(torch.split(part, each)) for part, each in zip(by_rank, sizes, strict=True)]
+        by_rank = torch.split(received, [sum(lengths) for lengths in sizes])
+        return [list(torch.split(part, lengths)) for part, lengths in zip(by_rank, sizes, strict=True)]
 
 
 class MatrixExchange:

@@ -39,8 +39,8 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
     """
     limits = model.limits() if isinstance(model, TrainedModel) else {}
     if stage is None:
-        embeddings = (each for each in model.modules() if isinstance(each, nn.Embedding | VocabularyParallelEmbedding))
-        kept = set() if settings.decay_embeddings else {id(w) for each in embeddings for w in each.parameters(False)}
+        embeddings = (part for part in model.modules() if isinstance(part, nn.Embedding | VocabularyParallelEmbedding))
+        kept = set() if settings.decay_embeddings else {id(w) for table in embeddings for w in table.parameters(False)}
         never = model.never_decays if isinstance(model, TrainedModel) else (lambda _: False)
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -65,15 +65,15 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
     return [
         {
             "params": parameters,
-            "weight_decay": each[0].weight_decay,
+            "weight_decay": by_phase[0].weight_decay,
             SCHEDULE: [
                 (phase.last_step, one.lr_factor, one.weight_decay)
-                for phase, one in zip(stage.phases, each, strict=True)
+                for phase, one in zip(stage.phases, by_phase, strict=True)
             ],
-            **({ORTHOGONALIZED: True} if each[0].orthogonalized else {}),
+            **({ORTHOGONALIZED: True} if by_phase[0].orthogonalized else {}),
             **({} if limit is None else {LIMITS: limit}),
         }
-        for (_, each, limit), parameters in members.items()
+        for (_, by_phase, limit), parameters in members.items()
     ]
 
 

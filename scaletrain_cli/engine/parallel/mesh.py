@@ -179,7 +179,7 @@ class Mesh:
 
     def without_groups(self) -> "Mesh":
         """Return the same axes without process groups, which another process can get as a pickle."""
-        axes = {each.name: getattr(self, each.name) for each in fields(self)}
+        axes = {member.name: getattr(self, member.name) for member in fields(self)}
         return Mesh(**{name: Axis(axis.size, axis.rank) for name, axis in axes.items()})
 
     @property

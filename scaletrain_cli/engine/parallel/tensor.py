@@ -148,8 +148,8 @@ class _CrossEntropy(Function):
         losses = total.log() - (1 - smoothing) * own - smoothing / vocabulary * everything
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), rows, here, counted)
         ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
-        each: Tensor = losses.masked_fill(~counted, 0.0)
-        return each
+        row_losses: Tensor = losses.masked_fill(~counted, 0.0)
+        return row_losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -50,7 +50,7 @@ def labels(trials: Trials) -> Item:
             here = known[:, : known.shape[1] - offset]
             same = (batch.labels[:, : here.shape[1]] == batch.tokens[:, offset:]) & here
             matches[offset] += int(same.sum())
-    counted, total, last, *matches = (int(each) for each in trials.consensus.total([counted, total, last, *matches]))
+    counted, total, last, *matches = (int(count) for count in trials.consensus.total([counted, total, last, *matches]))
     ignored = 1 - counted / total if total else 1.0
     shares = {offset: matches[offset] / max(1, counted - offset * last) for offset in _OFFSETS}
     figures: dict[str, Any] = {
@@ -235,7 +235,7 @@ def causality(trials: Trials) -> Item:
         place = max(0, min(int((row == row[0]).sum()) for row in documents) // 2)
     if mesh.parts.rank == mesh.parts.size - 1:
         changed[:, place] = (changed[:, place] + 1) % trials.case.spec.model.vocab_size
-    (before,), (after,) = (trainer.stepper.outputs_of(each) for each in (batch, batch._replace(tokens=changed)))
+    (before,), (after,) = (trainer.stepper.outputs_of(version) for version in (batch, batch._replace(tokens=changed)))
     moved = (after.float() - before.float()).abs().amax(-1)
     scale = before.float().pow(2).mean().sqrt().clamp_min(1e-12)
     last = SequencePart(part.context, part.context - 1, part.sequence, part.sequence - 1)

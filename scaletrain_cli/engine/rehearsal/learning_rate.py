@@ -64,7 +64,7 @@ def smoothed(rates: Sequence[float], losses: Sequence[float]) -> list[float]:
     averages = []
     for at in range(len(losses)):
         near = range(max(0, at - reach), min(len(losses), at + reach + 1))
-        weights = [math.exp(-0.5 * ((each - at) / width) ** 2) for each in near]
+        weights = [math.exp(-0.5 * ((neighbor - at) / width) ** 2) for neighbor in near]
         # a straight line through the neighbors, so that the ends of the curve are not pulled to its middle
         averages.append(_line_at(near, weights, losses, at))
     return averages

@@ -118,11 +118,11 @@ def first_rows(batch: Any, rows: int) -> Any:
         plain = batch._replace(mix=None, erased=None)
         if views > 1:
             return plain
-        return plain._replace(**{name: each[:rows] for name, each in plain._asdict().items() if each is not None})
+        return plain._replace(**{name: field[:rows] for name, field in plain._asdict().items() if field is not None})
     if not isinstance(batch, MicroBatch) or batch.images is not None:
         return batch
     whole = ("segments", "divisor", "step_tokens", "positions")
-    cut = {name: each[:rows] for name, each in batch._asdict().items() if each is not None and name not in whole}
+    cut = {name: field[:rows] for name, field in batch._asdict().items() if field is not None and name not in whole}
     positions = batch.positions if batch.positions.dim() == 1 else batch.positions[:rows]
     segments = None if batch.documents is None else segments_of(batch.documents[:rows])
     return batch._replace(**cut)._replace(positions=positions, segments=segments, divisor=None)
@@ -177,9 +177,9 @@ def _ambiguity(batch: MicroBatch) -> float:
             before = document
             if wanted[place] != NOT_COUNTED:
                 follow.setdefault(begun, Counter())[wanted[place]] += 1
-    total = sum(each.total() for each in follow.values())
+    total = sum(seen.total() for seen in follow.values())
     lost = sum(
-        count * math.log(each.total() / count) for each in follow.values() for count in each.values() if len(each) > 1
+        count * math.log(seen.total() / count) for seen in follow.values() for count in seen.values() if len(seen) > 1
     )
     return lost / total if total else 0.0
 

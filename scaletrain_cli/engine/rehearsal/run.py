@@ -148,7 +148,7 @@ class _Course:
             if name in wanted:
                 self._do(name, work, seconds if name == "gradients" else 0.0)
         trials.restore()
-        losses = {each.step: each.values["loss"] for each in steps.measures}
+        losses = {measure.step: measure.values["loss"] for measure in steps.measures}
         measured = _measured(self.trainer, self.found) | {"losses": {str(step): loss for step, loss in losses.items()}}
         self._now(measured=measured)
 

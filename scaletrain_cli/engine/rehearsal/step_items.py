@@ -43,22 +43,22 @@ class Steps:
     @property
     def losses(self) -> list[float]:
         """Return the losses, the first step's first."""
-        return [each.values["loss"] for each in self.measures]
+        return [measure.values["loss"] for measure in self.measures]
 
     @property
     def norms(self) -> list[float]:
         """Return the gradient norms before clipping."""
-        return [each.values["grad_norm"] for each in self.measures]
+        return [measure.values["grad_norm"] for measure in self.measures]
 
     @property
     def seconds(self) -> list[float]:
         """Return the seconds of the steps after the first two."""
-        return [each.seconds for each in self.measures[_WARM:]]
+        return [measure.seconds for measure in self.measures[_WARM:]]
 
     @property
     def waits(self) -> list[float]:
         """Return the seconds that these steps waited for their batch."""
-        return [each.values["data_wait"] for each in self.measures[_WARM:]]
+        return [measure.values["data_wait"] for measure in self.measures[_WARM:]]
 
 
 def train(trials: Trials) -> Steps:
@@ -74,13 +74,13 @@ def train(trials: Trials) -> Steps:
         trainer.optimizer_step(step)
         if step in (1, _FEWEST_STEPS):  # the plan of a CPU is rough; the first step is slow
             measures += trainer.deferred_metrics.remaining()
-            seconds = trials.consensus.on_values({"seconds": median([each.seconds for each in measures[-4:]])})
+            seconds = trials.consensus.on_values({"seconds": median([measure.seconds for measure in measures[-4:]])})
             trials.step_seconds = seconds["seconds"]
         if step == _FEWEST_STEPS:
             wanted = max(_FEWEST_STEPS, trials.steps_in(_SHARE, _FEWEST_STEPS, _MOST_STEPS))
     measures += trainer.deferred_metrics.remaining()
-    agreed = tuple(each._replace(values=trials.consensus.on_values(each.values)) for each in measures)
-    own = [each.seconds for each in agreed[_WARM:] or agreed]
+    agreed = tuple(measure._replace(values=trials.consensus.on_values(measure.values)) for measure in measures)
+    own = [measure.seconds for measure in agreed[_WARM:] or agreed]
     trials.step_seconds = trials.consensus.on_values({"seconds": median(own)})["seconds"]
     memory = trials.largest(float(peak_memory_bytes(trainer.context.device)))
     return Steps(agreed, tuple(_without_gradient(trials)), memory)
@@ -205,13 +205,13 @@ def _memory(trials: Trials, steps: Steps) -> Item:
     causes = (large_micro_batch(case),)
     if measured is not None:
         parts = measured.stages[measured.worst].figures
-        figures["parts"] = {name: {"planned": each.planned, "measured": each.measured} for name, each in parts.items()}
-        for name, each in parts.items():
-            excess = each.measured - each.planned
+        figures["parts"] = {name: {"planned": part.planned, "measured": part.measured} for name, part in parts.items()}
+        for name, part in parts.items():
+            excess = part.measured - part.planned
             if name in ("allocated", "reserved") and case.on_cpu:
                 continue
-            if excess > ABOVE_PLAN * each.planned and excess > LEAST_BYTES:
-                params = {"part": name.replace("_", " "), "measured": each.measured, "planned": each.planned}
+            if excess > ABOVE_PLAN * part.planned and excess > LEAST_BYTES:
+                params = {"part": name.replace("_", " "), "measured": part.measured, "planned": part.planned}
                 return Item("memory", "failed", Reason("diagnosis.memory-above-plan", params), figures, causes)
     used = steps.memory_bytes + (0 if case.on_cpu else max(0, plan.peak - plan.reserved))
     params = {"used": used, "capacity": plan.capacity, "share": used / plan.capacity, "planned": plan.peak}
@@ -231,18 +231,18 @@ def data_rate(trials: Trials, steps: Steps) -> Item:
         ahead = range(first + read + 1, min(first + _BURST_BATCHES, first + read + 1 + max(1, trainer.readers)))
         trials.batches(first + read, list(ahead))
         read += 1
-    each = trials.largest(time.perf_counter() - began) / read
+    read_seconds = trials.largest(time.perf_counter() - began) / read
     figures = {
         "wait_seconds": finite(waits / max(1, len(steps.waits))),
         "wait_share": round(share, 4),
-        "read_seconds": finite(each),
+        "read_seconds": finite(read_seconds),
         "step_seconds": finite(trials.step_seconds),
         "workers": trainer.readers,
     }
-    busy = each / trials.step_seconds if trials.step_seconds > 0 else 0.0
-    params = {"seconds": each, "step": trials.step_seconds, "share": share, "busy": busy}
+    busy = read_seconds / trials.step_seconds if trials.step_seconds > 0 else 0.0
+    params = {"seconds": read_seconds, "step": trials.step_seconds, "share": share, "busy": busy}
     waits_long = share > _WAIT_SHARE and waits / max(1, len(steps.waits)) > _LEAST_WAIT_SECONDS
-    if waits_long or (busy > 1 and each > _LEAST_WAIT_SECONDS):
+    if waits_long or (busy > 1 and read_seconds > _LEAST_WAIT_SECONDS):
         causes = (few_workers(case, trainer.readers), slow_storage(case))
         return Item("data-rate", "failed", Reason("rehearsal.data-slow", params), figures, causes)
     return Item("data-rate", "passed", Reason("rehearsal.data-fast", params), figures)
@@ -265,10 +265,10 @@ def restore(trials: Trials, step: int) -> Item:
     _, seconds = trials.timed(lambda: trainer.save(step, wait=True))
     costs = trainer.checkpointer.take_costs()
     first = trials.step(trials.batches(step + 1), trials.peak_rate).loss
-    saved = [each for each in list_checkpoints(trainer.checkpointer.folder) if each.step == step]
-    size = trials.consensus.follow_rank_zero(sum(each.size for each in saved[0].files.values()) if saved else 0)
+    saved = [checkpoint for checkpoint in list_checkpoints(trainer.checkpointer.folder) if checkpoint.step == step]
+    size = trials.consensus.follow_rank_zero(sum(file.size for file in saved[0].files.values()) if saved else 0)
     _, load_seconds = trials.timed(lambda: trainer.checkpointer.restore(saved[0]))
-    kinds = sorted({kind for each in trials.consensus.gather_everywhere(trials.differs_from(before)) for kind in each})
+    kinds = sorted({kind for diff in trials.consensus.gather_everywhere(trials.differs_from(before)) for kind in diff})
     again = trials.step(trials.batches(step + 1), trials.peak_rate).loss
     if trainer.context.rank == 0:
         trainer.checkpointer.delete_newer(0)

@@ -94,7 +94,7 @@ class Trials:
 
     def batches(self, number: int, following: Sequence[int] = ()) -> list[Any]:
         """Return this rank's micro-batches of a global batch (1-based), reading the ``following`` ones ahead."""
-        numbers = [self.trainer.guard.batch_number(each) for each in (number, *following)]
+        numbers = [self.trainer.guard.batch_number(step) for step in (number, *following)]
         batches: list[Any] = self.trainer.loader.take(numbers[0], numbers[1:]).micro_batches()
         return batches
 

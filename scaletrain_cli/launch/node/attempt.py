@@ -355,15 +355,15 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     base = {**compiled_code(os.environ, record.spec.env), **os.environ}
     cores = usable_cores()
     per_node = record.spec.cluster.gpus_per_node
-    each = per_node if record.spec.code.processes_per_node == 1 else 1  # ranks of one process
-    for local_rank in range(0, per_node, each):
+    per_process = per_node if record.spec.code.processes_per_node == 1 else 1  # ranks of one process
+    for local_rank in range(0, per_node, per_process):
         rank = options.node_rank * per_node + local_rank
         environment = rank_environment(record.spec, options, local_rank, base=base, secrets=secrets, cores=cores)
         if code is not None:
             environment |= code_environment(record, code, environment)
         environment |= {**local.variables, **rendezvous}
         log = run.attempt(options.attempt) / "logs" / f"{options.node_name}-{rank:05d}.log"
-        local_ranks.start(rank, command, environment, log, each)
+        local_ranks.start(rank, command, environment, log, per_process)
 
 
 def unpacked_folder(run: RunDir, attempt: int, node_rank: int, environment: Mapping[str, str]) -> Path:

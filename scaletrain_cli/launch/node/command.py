@@ -315,8 +315,8 @@ class Command:
         code = self._process.wait()
         since = time.monotonic()
         # What is unread, and what a thread has read and not sent yet.
-        ends = {each: out.sent + _unread(each) + MOST_BYTES for each, (_, out) in self._copies.items()}
-        while left := [each for each, (copy, out) in self._copies.items() if copy.is_alive() and out.sent < ends[each]]:
+        ends = {pipe: out.sent + _unread(pipe) + MOST_BYTES for pipe, (_, out) in self._copies.items()}
+        while left := [pipe for pipe, (copy, out) in self._copies.items() if copy.is_alive() and out.sent < ends[pipe]]:
             if select.select(left, (), (), 0)[0]:  # not sent yet, or at its end
                 since = time.monotonic()
             elif time.monotonic() >= since + _QUIET_SECONDS:

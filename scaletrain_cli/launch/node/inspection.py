@@ -257,7 +257,7 @@ def probe_node(folder: str, token: str) -> NodeFacts:
 
 def probe_problems(spec: RunSpec, plan: RunPlan, nodes: Sequence[NodeFacts]) -> tuple[Problem, ...]:
     """Return every problem that keeps these nodes from running the plan."""
-    return (*(each for node in nodes for each in _problems_of_facts(spec, plan, node)), *_differences(nodes))
+    return (*(problem for node in nodes for problem in _problems_of_facts(spec, plan, node)), *_differences(nodes))
 
 
 def _problems_of_facts(spec: RunSpec, plan: RunPlan, node: NodeFacts) -> Iterator[Problem]:

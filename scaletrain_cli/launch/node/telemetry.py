@@ -89,10 +89,10 @@ class HostSampler:
         import psutil
 
         cores = os.sched_getaffinity(0)
-        times = [each for core, each in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
-        idle = sum(each.idle + getattr(each, "iowait", 0.0) for each in times)
+        times = [spent for core, spent in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
+        idle = sum(spent.idle + getattr(spent, "iowait", 0.0) for spent in times)
         # Time of guests is part of that of users.
-        total = sum(sum(each) - getattr(each, "guest", 0.0) - getattr(each, "guest_nice", 0.0) for each in times)
+        total = sum(sum(spent) - getattr(spent, "guest", 0.0) - getattr(spent, "guest_nice", 0.0) for spent in times)
         passed, idled = self._increase("cpu_total", total), self._increase("cpu_idle", idle)
         return None if not passed or idled is None else 1.0 - min(1.0, idled / passed)
 

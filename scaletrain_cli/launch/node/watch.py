@@ -262,7 +262,7 @@ class Watch:
 
     def _pids_without_ranks(self) -> list[int]:
         """Return the processes of the agent that are no ranks."""
-        own = [each.pid for each in (self.observer, self.mirror) if each is not None and each.pid is not None]
+        own = [child.pid for child in (self.observer, self.mirror) if child is not None and child.pid is not None]
         return [*own, *self.own_pids, *(() if self.telemetry is None else self.telemetry.pids)]
 
     def _end_if_idle(self) -> None:

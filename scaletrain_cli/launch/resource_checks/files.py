@@ -289,7 +289,7 @@ def not_checked(view: View) -> Iterator[Reason]:
         "data.chat_template": None if own else spec.data.chat_template,
         "data.images.classes": None if own or view.prepared else spec.data.images.classes,
         "data.images.folder": None if own or view.prepared else spec.data.images.folder,
-        **{each.key: None if own or view.begun else each.path for each in spec.initial_weights},
+        **{weights.key: None if own or view.begun else weights.path for weights in spec.initial_weights},
         "model.adapter.weights": None if own or view.begun else adapter_weights(spec),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }

@@ -163,7 +163,7 @@ def _weights(
     view: View, use: HubUse, listing: Listing, files: tuple[HubFile, ...], missing: list[HubFile], settings: HubSettings
 ) -> Iterator[Reason]:
     folder = Path(local_path(use, settings, listing.commit))
-    weights = next(each for each in view.spec.initial_weights if each.key == use.key)
+    weights = next(initial for initial in view.spec.initial_weights if initial.key == use.key)
     if not missing:
         yield from folder_problems(folder, weights)
         return
@@ -180,7 +180,7 @@ def _weights(
             except DamagedHeaderError as error:
                 yield damage_of(error)
                 return
-        headers = {name: header for each in of_shards for name, header in each.items()}
+        headers = {name: header for shard in of_shards for name, header in shard.items()}
         yield from header_problems(headers, folder, weights, use.reference.place)
 
 

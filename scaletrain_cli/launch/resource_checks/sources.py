@@ -56,13 +56,13 @@ def check_text(view: View) -> CheckResults:
             continue
         if not view.unseen(parent_of_glob(path)):
             results.append(_check_source(view, key, section, unseen))
-    problems = [problem for each in results for problem in each.problems]
-    notes = [note for each in results for note in each.warnings]
+    problems = [problem for checked in results for problem in checked.problems]
+    notes = [note for checked in results for note in checked.warnings]
     if unseen:
         notes.append(Reason("checks.remote-not-checked", {"keys": unseen}))
     if not {section.name for section in view.spec.data.all_sources} <= set(view.prepared):
         problems += _step_problems(view)
-    files = {name: listed for each in results for name, listed in each.files.items()}
+    files = {name: listed for checked in results for name, listed in checked.files.items()}
     return CheckResults(tuple(problems), tuple(notes), files)
 
 

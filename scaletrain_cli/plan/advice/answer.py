@@ -80,7 +80,7 @@ def none_feasible(compared: Sequence[Compared]) -> InfeasibleError | None:
     changes = (
         replace(problem, where=f"{column.name}: {problem.where}")
         for column in compared
-        for problem in [each for each in column.problems if each.where not in _SIZES][:1]
+        for problem in [finding for finding in column.problems if finding.where not in _SIZES][:1]
     )
     return InfeasibleError(Reason("plan.none-feasible", {"runs": len(compared)}), tuple(changes))
 
@@ -105,7 +105,7 @@ class Answer:
         """
         problems = self.infeasible.problems if self.infeasible else ()
         data = self.plan.to_json()
-        data |= {"feasible": self.infeasible is None, "problems": [each.to_json() for each in problems]}
+        data |= {"feasible": self.infeasible is None, "problems": [problem.to_json() for problem in problems]}
         if self.sizing is not None:
             data["sizing"] = self.sizing.to_json()
         if self.explanation is not None:

@@ -47,7 +47,7 @@ def at_best_micro_batch(spec: RunSpec, layout: Layout, device: Accelerator, **ch
         candidate = sized(spec, layout, device, micro_batch_size=size, **changes)
         if candidate is None or (best and not candidate.memory.fits):
             break
-        best = min(best or candidate, candidate, key=lambda each: each.time.step)
+        best = min(best or candidate, candidate, key=lambda option: option.time.step)
         if not candidate.memory.fits:
             break
         size *= 2

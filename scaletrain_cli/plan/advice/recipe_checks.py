@@ -218,7 +218,7 @@ def starting_preset(name: str) -> GivenPreset:
     model = ModelSpec.model_validate(complete({"preset": name}, Path(), {}))
     size = workload_of(model).size(model)
     tokens = float(f"{_OPTIMAL_TOKENS_PER_PARAMETER * size.active_parameters:.2g}")
-    recipe, like = published_recipe(name), next(each for each, most in _LIKE.items() if size.active_parameters < most)
+    recipe, like = published_recipe(name), next(llama for llama, most in _LIKE.items() if size.active_parameters < most)
     near = recipe or Recipe(**packaged_data("plan/catalogue/recipes.json")["recipes"][like])
     batch = min(near.batch, critical_batch_tokens(size.parameters, tokens))
     lr = near.lr * math.sqrt(batch / near.batch)

@@ -140,8 +140,8 @@ class Framework:
 
     def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
         """Return the number of blocks on each pipeline stage: divided evenly, with the remainder on the first ones."""
-        each, left = divmod(model.num_hidden_layers, stages)
-        return tuple(each + (index < left) for index in range(stages))
+        blocks, left = divmod(model.num_hidden_layers, stages)
+        return tuple(blocks + (index < left) for index in range(stages))
 
     def pipeline_stages(self, model: ModelSpec, stages: int, split: tuple[int, ...] = ()) -> tuple[Stage, ...]:
         """Return the stages to size: all of them, or the first, second and last of a very long pipeline.

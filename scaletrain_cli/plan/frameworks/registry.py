@@ -7,7 +7,9 @@ from scaletrain_cli.plan.frameworks.megatron import Megatron
 from scaletrain_cli.plan.frameworks.nanotron import Nanotron
 from scaletrain_cli.spec import RunSpec
 
-FRAMEWORKS: dict[str, Framework] = {each.name: each for each in (DeepSpeed(), Fsdp(), Megatron(), Nanotron())}
+FRAMEWORKS: dict[str, Framework] = {
+    framework.name: framework for framework in (DeepSpeed(), Fsdp(), Megatron(), Nanotron())
+}
 
 
 def framework_of(spec: RunSpec) -> Framework:

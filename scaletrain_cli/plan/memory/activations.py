@@ -314,7 +314,7 @@ def loss_bytes(
 def padded_head_bytes(model: ModelSpec, element_bytes: int, tensor_parallel: int, cross_entropy: str) -> int:
     """Return the bytes of the padded copy of the head's weight on a GPU; 0 if no rank needs one."""
     rows = -(-model.vocab_size // tensor_parallel)
-    unaligned = [each for each in (rows, model.vocab_size - rows * (tensor_parallel - 1)) if each % HEAD_MULTIPLE]
+    unaligned = [size for size in (rows, model.vocab_size - rows * (tensor_parallel - 1)) if size % HEAD_MULTIPLE]
     padded = -(-max(unaligned, default=0) // HEAD_MULTIPLE) * HEAD_MULTIPLE
     return 0 if cross_entropy == "liger" else element_bytes * padded * model.hidden_size
 

@@ -53,14 +53,14 @@ def score_bytes(model: ModelSpec, element: int, heads: int) -> int:
     The weights after softmax, in fp32; with a cap the output of tanh; with dropout the dropped weights and the mask.
     Under a cap without dropout, 16-bit weights are a copy. A sink is one more score. There is no log-sum-exp.
     """
-    each, capped = _FP32, model.attn_logit_softcapping is not None
-    each += element if capped else 0
+    per_score, capped = _FP32, model.attn_logit_softcapping is not None
+    per_score += element if capped else 0
     if model.attention_dropout:
-        each += element + 1
+        per_score += element + 1
     elif capped and element < _FP32:
-        each += element
+        per_score += element
     sink = _FP32 if model.attention_sinks else 0
-    return heads * (model.seq_len * each + sink) - (_FP32 * heads if materializes_scores(model) else 0)
+    return heads * (model.seq_len * per_score + sink) - (_FP32 * heads if materializes_scores(model) else 0)
 
 
 def score_gradient_bytes(model: ModelSpec, element: int) -> int:
@@ -158,7 +158,7 @@ class BlockBytes:
         first = (*graph.mlp, *graph.routed)
         readers = (*graph.mlp, *([graph.shared_gate] if graph.shared_gate is not None else []))
         kept = any(self._keeps_input(layer, normed) for layer in readers)
-        if self.experts and (normed or any(training.learns(each.name) for each in first)):
+        if self.experts and (normed or any(training.learns(linear.name) for linear in first)):
             # Compiled, only the router's fp32 copy of the norm's output is saved.
             kept = not self.kernels.compiled or bool(graph.mlp) or element == _FP32
         saved += self.norm(graph.mlp_norm, between, kept=kept)

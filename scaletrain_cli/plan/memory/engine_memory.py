@@ -114,7 +114,7 @@ def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, s
 
 def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int, step: int = 1) -> int:
     """Return the same bytes on whichever side they are kept: with activation offload in host memory."""
-    held = next(each for each in stages_in(spec, layout) if each.position == stage)
+    held = next(candidate for candidate in stages_in(spec, layout) if candidate.position == stage)
     model, trained = spec.transformer, stage_of_step(spec, step)
     saved = _Activations(spec, layout, device).saved(held, trained, 1)
     runs = trained.blocks_of(model, held)

@@ -218,8 +218,8 @@ def _second_copy(group: Group, ranks: int, size: int) -> int:
 
     Each is padded to a multiple of all ``ranks`` (``partition_parameters.py`` _partition_param_sec).
     """
-    large = ((each, times) for sizes, times in group.runs for each in sizes if each > PERSISTENT_ELEMENTS)
-    return sum(-(-each // ranks) * ranks // size * times for each, times in large)
+    large = ((elements, times) for sizes, times in group.runs for elements in sizes if elements > PERSISTENT_ELEMENTS)
+    return sum(-(-elements // ranks) * ranks // size * times for elements, times in large)
 
 
 @lru_cache(maxsize=4096)

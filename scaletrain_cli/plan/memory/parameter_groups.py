@@ -98,13 +98,13 @@ def stage_groups(model: ModelSpec, tensor: int, expert: int, stage: Stage, train
     quantized = largest = 0
     for part, times in parts:
         sizes: dict[tuple[GroupNumber, bool], list[int]] = {}
-        for each, number in zip(part.tensors, part.groups, strict=True):
-            elements = each.on_rank(tensor, expert)
-            if number is None and quantization != "none" and each.is_linear:
-                quantized += times * quantized_bytes(quantization, elements, each.rows_on_rank(tensor))
+        for weight, number in zip(part.tensors, part.groups, strict=True):
+            elements = weight.on_rank(tensor, expert)
+            if number is None and quantization != "none" and weight.is_linear:
+                quantized += times * quantized_bytes(quantization, elements, weight.rows_on_rank(tensor))
                 largest = max(largest, elements)
             else:
-                sizes.setdefault((number, expert > 1 and each.experts > 0), []).append(elements)
+                sizes.setdefault((number, expert > 1 and weight.experts > 0), []).append(elements)
         for key, tensor_sizes in sizes.items():
             runs.setdefault(key, []).append((tuple(tensor_sizes), times))
     groups = [
@@ -124,7 +124,7 @@ def _whole(tensors: tuple[EngineTensor, ...]) -> PartTensors:
 
     DeepSpeed skips a group without parameters.
     """
-    return PartTensors(tensors, tuple(0 if each.is_matrix else 1 for each in tensors))
+    return PartTensors(tensors, tuple(0 if tensor.is_matrix else 1 for tensor in tensors))
 
 
 def _blocks(model: ModelSpec, start: int, blocks: int) -> list[tuple[tuple[EngineTensor, ...], int]]:
@@ -139,10 +139,12 @@ def _blocks(model: ModelSpec, start: int, blocks: int) -> list[tuple[tuple[Engin
 def elements_in_small_tensors(model: ModelSpec, tensor: int, most: int) -> int:
     """Return the elements of a whole model in tensors of up to ``most`` elements on each of ``tensor`` tensor ranks."""
     if model.adapter is not None:
-        sizes = [(-(-each.numel // (1 if each.tensor_dim is None else tensor)), 1) for each in model_parameters(model)]
+        sizes = [
+            (-(-weight.numel // (1 if weight.tensor_dim is None else tensor)), 1) for weight in model_parameters(model)
+        ]
     else:
         parts = [*((tensors, 1) for tensors in end_tensors(model)), *_blocks(model, 0, model.num_hidden_layers)]
-        sizes = [(each.on_rank(tensor, 1), times) for tensors, times in parts for each in tensors]
+        sizes = [(weight.on_rank(tensor, 1), times) for tensors, times in parts for weight in tensors]
     return sum(size * times for size, times in sizes if size <= most)
 
 
@@ -170,11 +172,11 @@ def matrices_in_order(
     """
 
     def sizes(tensors: Iterable[EngineTensor]) -> tuple[int, ...]:
-        return tuple(each.on_rank(tensor, expert) for each in tensors if each.is_matrix)
+        return tuple(weight.on_rank(tensor, expert) for weight in tensors if weight.is_matrix)
 
     runs = []
     for tensors, times in _blocks(model, 0, model.num_hidden_layers):
-        mlp = [each for each in tensors if each.name.startswith("mlp.")]
-        runs.append((BlockMatrices(sizes(each for each in tensors if each not in mlp), sizes(mlp)), times))
+        mlp = [weight for weight in tensors if weight.name.startswith("mlp.")]
+        runs.append((BlockMatrices(sizes(weight for weight in tensors if weight not in mlp), sizes(mlp)), times))
     opening, closing = end_tensors(model)
     return sizes(opening), tuple(runs), sizes(closing)

@@ -67,7 +67,7 @@ def cached_bytes(passes: Sequence[PhaseMemory], update: PhaseMemory, cast: int, 
     used = max(sum(phase) - phase.gathered - phase.copied for phase in passes)
     if cast > largest:
         used = max(used, update.buffers + initial) + cast
-    return max(used, sum(update)) + max(each.gathered for each in passes) + max(each.copied for each in passes)
+    return max(used, sum(update)) + max(phase.gathered for phase in passes) + max(phase.copied for phase in passes)
 
 
 def peak_memory(

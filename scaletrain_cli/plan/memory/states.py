@@ -218,8 +218,8 @@ def model_state_bytes(
     held_weights = partition if zero_stage >= 3 else parameters
     held_gradients = partition if zero_stage >= 2 else parameters
     held_states = partition if zero_stage >= 1 else parameters
-    each = moment_bytes_per_parameter(optimizer, state_dtype) + master_bytes(precision, zero_stage, master)
-    states = held_states * each
+    per_value = moment_bytes_per_parameter(optimizer, state_dtype) + master_bytes(precision, zero_stage, master)
+    states = held_states * per_value
     if optimizer == "adamw_8bit":
         states += 2 * _FP32_BYTES * -(-held_states // _SCALED_VALUES)
     if master is MasterWeights.THE_WEIGHTS:

@@ -79,18 +79,18 @@ class Bounds:
         and no less time per sequence than one of the largest size.
         """
         least = self._micro_batch(axes, self._sizes[0], self.checkpointing)
-        each = self._micro_batch(axes, self._sizes[-1], checkpointing or self.checkpointing) / self._sizes[-1]
+        pace = self._micro_batch(axes, self._sizes[-1], checkpointing or self.checkpointing) / self._sizes[-1]
         sequences, filling = self._batch / axes.data, (axes.pipeline - 1) / axes.virtual
         scale = _SLACK / axes.pipeline
-        return [scale * (sequences / size + filling) * max(least, size * each) for size in micro_batches]
+        return [scale * (sequences / size + filling) * max(least, size * pace) for size in micro_batches]
 
     def least_step_seconds(self, axes: Axes) -> float:
         """Return the least that ``step_seconds`` can be for these degrees with any micro-batch size."""
-        each = self._micro_batch(axes, self._sizes[-1], self.checkpointing) / self._sizes[-1]
+        pace = self._micro_batch(axes, self._sizes[-1], self.checkpointing) / self._sizes[-1]
         filling, filled = (axes.pipeline - 1) / axes.virtual, 0.0
         if filling:
-            filled = filling * max(self._micro_batch(axes, self._sizes[0], self.checkpointing), self._sizes[0] * each)
-        return _ROUNDING * _SLACK / axes.pipeline * (self._batch / axes.data * each + filled)
+            filled = filling * max(self._micro_batch(axes, self._sizes[0], self.checkpointing), self._sizes[0] * pace)
+        return _ROUNDING * _SLACK / axes.pipeline * (self._batch / axes.data * pace + filled)
 
     def group_seconds(
         self,
@@ -143,8 +143,8 @@ class Bounds:
         if axes.pipeline > 1 or zero_stage < 2 or axes.shards == 1:
             return [0.0] * len(micro_batches)
         layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, micro_batches[0], "none")
-        each = _SLACK * self._workload.data_seconds(self.spec, layout, self.device)
-        return [each * self._batch / (axes.data * size) for size in micro_batches]
+        seconds = _SLACK * self._workload.data_seconds(self.spec, layout, self.device)
+        return [seconds * self._batch / (axes.data * size) for size in micro_batches]
 
     def peak_bytes(
         self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str, enough: float = math.inf
@@ -292,8 +292,8 @@ class Bounds:
         size: float | None = self._known.get(key)
         if size is None:
             layout = self._single_micro_batch(axes._replace(expert=1), 0, _MANY, checkpointing, "none")
-            each = self._workload.block_bytes(self.spec, layout, self.device) / _MANY
-            size = self._known[key] = each * (1 + framework_of(self.spec).fragmentation)
+            per_sample = self._workload.block_bytes(self.spec, layout, self.device) / _MANY
+            size = self._known[key] = per_sample * (1 + framework_of(self.spec).fragmentation)
         return size
 
     def _single_micro_batch(

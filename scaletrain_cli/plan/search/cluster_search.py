@@ -203,11 +203,11 @@ def first_pass(clusters: Clusters, limits: ClusterLimits, names: Sequence[str | 
     if best is None:
         tried = with_closest(clusters, limits, tried)
     for gpu in names if len(names) > 1 else ():
-        if not any(each.row.seconds for each in tried if each.gpu == gpu):
+        if not any(trial.row.seconds for trial in tried if trial.gpu == gpu):
             # That with the best bound; if it does not fit, the next, up to _MOST_TRIES.
             ranks = {
                 place: limits.rank(row.at_least)
-                for place, row in enumerate(each.row for each in tried)
+                for place, row in enumerate(trial.row for trial in tried)
                 if tried[place].gpu == gpu and row.least_seconds is not None
             }
             for place in sorted(ranks, key=ranks.__getitem__)[:_MOST_TRIES]:
@@ -227,16 +227,16 @@ def plan_promising(
     tried: list[Tried] = []
     open_, ratios = list(least), _PlanToBoundRatios()
     while open_:
-        each = ratios.most_promising(open_, limits)
-        open_.remove(each)
-        row = each.row
+        cluster = ratios.most_promising(open_, limits)
+        open_.remove(cluster)
+        row = cluster.row
         divides = row.seconds is not None and math.isfinite(row.seconds)
         most = limits.most_seconds(row, best) if divides else math.inf
         if divides and (row.seconds or 0.0) > most:
-            tried.append(each._replace(row=_excluded(row)))
+            tried.append(cluster._replace(row=_excluded(row)))
             continue
-        tried.append(clusters.plan(row.nodes, each.gpu, most))
-        ratios.add(each, tried[-1].row)
+        tried.append(clusters.plan(row.nodes, cluster.gpu, most))
+        ratios.add(cluster, tried[-1].row)
         if meets(limits, tried[-1]):
             best = min((tried[-1].row, best or tried[-1].row), key=limits.rank)
     return tried, best
@@ -264,18 +264,18 @@ class _PlanToBoundRatios:
         """
         if not self._known and limits.objective == "cost":
             return open_[len(open_) // 2]
-        return min(open_, key=lambda each: self._rank(each, limits))
+        return min(open_, key=lambda cluster: self._rank(cluster, limits))
 
-    def _rank(self, each: Tried, limits: ClusterLimits) -> tuple[float, ...]:
-        ratio, row = self._ratio(each), each.row
+    def _rank(self, cluster: Tried, limits: ClusterLimits) -> tuple[float, ...]:
+        ratio, row = self._ratio(cluster), cluster.row
         seconds = ratio * (row.seconds or math.inf)
         estimate = replace(row, seconds=seconds, dollars=None if row.dollars is None else ratio * row.dollars)
         return (float(limits.broken_by(estimate) is not None), *limits.rank(estimate))
 
-    def _ratio(self, each: Tried) -> float:
+    def _ratio(self, cluster: Tried) -> float:
         """Return the ratio between the planned neighbors in nodes, along logarithms; that of the nearest at an end."""
-        at = math.log(each.row.nodes)
-        known = [row for row in self._known if row[0] == each.gpu] or self._known
+        at = math.log(cluster.row.nodes)
+        known = [row for row in self._known if row[0] == cluster.gpu] or self._known
         below = max((row for row in known if row[1] <= at), key=lambda row: row[1], default=None)
         beyond = min((row for row in known if row[1] > at), key=lambda row: row[1], default=None)
         if below is None or beyond is None:
@@ -292,9 +292,9 @@ def _excluded(row: Considered) -> Considered:
 
 def with_closest(clusters: Clusters, limits: ClusterLimits, tried: Sequence[Tried]) -> list[Tried]:
     """Plan those clusters without a plan that may miss the limits least, the least bound first; return all."""
-    open_ = [index for index, each in enumerate(tried) if each.row.least_seconds is not None]
+    open_ = [index for index, trial in enumerate(tried) if trial.row.least_seconds is not None]
     closed = list(tried)
-    closest = min((limits.miss(each.row) for each in tried if each.row.seconds), default=math.inf)
+    closest = min((limits.miss(trial.row) for trial in tried if trial.row.seconds), default=math.inf)
     for index in sorted(open_, key=lambda index: limits.miss(tried[index].row.at_least)):
         row = tried[index].row
         if limits.miss(row.at_least) < closest:
@@ -309,18 +309,18 @@ def refined(
 ) -> tuple[list[Tried], int]:
     """Plan more clusters, most promising first, until none can beat the best; return them, and how many were left."""
     spec = clusters.spec
-    best = min((each.row for each in tried if meets(limits, each)), key=limits.rank, default=None)
+    best = min((trial.row for trial in tried if meets(limits, trial)), key=limits.rank, default=None)
     chances: list[tuple[tuple[float, ...], Tried]] = []  # clusters that may be the best, with the rank they could reach
     looked_at = 0
     for gpu in names if spec.cluster.traits.max_nodes != 1 else ():
-        more, count = _chances(clusters, limits, [each for each in tried if each.gpu == gpu], best, fewest_nodes)
+        more, count = _chances(clusters, limits, [trial for trial in tried if trial.gpu == gpu], best, fewest_nodes)
         chances += more
         looked_at += count
     planned: list[Tried] = []
     for rank, cluster in sorted(chances, key=lambda chance: chance[0])[:_MOST_REFINED]:
         if best is None or rank < limits.rank(best):
             found_here, best = plan_promising(clusters, limits, [cluster], best)
-            planned += [each for each in found_here if each.row.least_seconds is None]
+            planned += [trial for trial in found_here if trial.row.least_seconds is None]
     return planned, looked_at - len(planned)
 
 
@@ -332,19 +332,21 @@ def _chances(
     Two estimates must allow it: the GPU seconds of the cheapest cluster, and the lower bound on the step. Bounds are
     scaled by the ratio of plan to bound of the planned cluster nearest to the best.
     """
-    known = [each for each in tried if each.row.seconds and each.row.step_seconds]
+    known = [trial for trial in tried if trial.row.seconds and trial.row.step_seconds]
     if not known:
         return [], 0
     spec = clusters.spec
     most = most_nodes(spec, limits.max_gpus)
     aim = best.gpus if best else limits.max_gpus
-    nearest = min(known, key=lambda each: abs(each.row.gpus - aim))
+    nearest = min(known, key=lambda trial: abs(trial.row.gpus - aim))
     bound = clusters.at_least(nearest.row.nodes, nearest.gpu).row.seconds or math.inf
     ratio = (nearest.row.seconds or 0.0) / bound
-    rows = [each.row for each in known]
-    rows += [_as_planned(each.row, ratio, nearest.row.dollars is not None) for each in tried if each.row.least_seconds]
+    rows = [trial.row for trial in known]
+    rows += [
+        _as_planned(trial.row, ratio, nearest.row.dollars is not None) for trial in tried if trial.row.least_seconds
+    ]
     cheapest = min(rows, key=lambda row: (row.seconds or 0.0) * row.nodes)
-    done = {each.row.nodes for each in tried}
+    done = {trial.row.nodes for trial in tried}
     hopeful = []
     for nodes in range(fewest_nodes, most + 1):
         row = _scaled(spec, cheapest, nodes, _BETTER * cheapest.nodes / nodes)

@@ -35,7 +35,7 @@ def smallest_memory(spec: RunSpec, device: Accelerator) -> Sized | None:
         for group, mode, offload in points[:_MOST_SIZED]
     )
     sized = [Sized(layout, workload_of(spec.model).memory(spec, layout, device)) for layout in layouts]
-    return min(sized, key=lambda each: each.memory.peak, default=None)
+    return min(sized, key=lambda candidate: candidate.memory.peak, default=None)
 
 
 def search_splits(

@@ -118,26 +118,26 @@ def size_cluster(
     clusters = Clusters(spec)
     tried = first_pass(clusters, limits, names)
     further, ruled_out = refined(clusters, limits, names, tried, 1)
-    tried = sorted([*tried, *further], key=lambda each: (names.index(each.gpu), each.row.nodes))
+    tried = sorted([*tried, *further], key=lambda trial: (names.index(trial.gpu), trial.row.nodes))
     notes = list[Reason]()
     if spec.cluster.traits.max_nodes == 1 and limits.max_gpus >= 2 * spec.cluster.gpus_per_node:
         notes.append(Reason("plan.scheduler-is-one-node", {"scheduler": spec.cluster.scheduler}))
-    if not any(meets(limits, each) for each in tried):
+    if not any(meets(limits, trial) for trial in tried):
         sufficient, looked_at = _beyond(clusters, limits, names)
         if objective == "gpus" and max_gpus is None and looked_at:  # the spec's number of GPUs is no limit then
-            tried = sorted([*tried, *looked_at], key=lambda each: (names.index(each.gpu), each.row.nodes))
-            limits = replace(limits, max_gpus=sufficient.gpus if sufficient else max(each.row.gpus for each in tried))
-            tried = [each for each in tried if each.row.gpus <= limits.max_gpus]
-        if not any(meets(limits, each) for each in tried):
+            tried = sorted([*tried, *looked_at], key=lambda trial: (names.index(trial.gpu), trial.row.nodes))
+            limits = replace(limits, max_gpus=sufficient.gpus if sufficient else max(trial.row.gpus for trial in tried))
+            tried = [trial for trial in tried if trial.row.gpus <= limits.max_gpus]
+        if not any(meets(limits, trial) for trial in tried):
             tried = with_closest(clusters, limits, tried)
-            rows = [replace(each.row, why=_why_not(limits, each.row, None)) for each in tried]
+            rows = [replace(trial.row, why=_why_not(limits, trial.row, None)) for trial in tried]
             raise _out_of_reach(spec, limits, rows, sufficient)
-    best = min((each for each in tried if meets(limits, each)), key=lambda each: limits.rank(each.row))
-    left_out = sum(each.row.least_seconds is not None for each in tried)
+    best = min((trial for trial in tried if meets(limits, trial)), key=lambda trial: limits.rank(trial.row))
+    left_out = sum(trial.row.least_seconds is not None for trial in tried)
     considered = tuple(
-        replace(each.row, chosen=each is best, why=None if each is best else _why_not(limits, each.row, best.row))
-        for each in tried
-        if each.row.least_seconds is None or len(names) == 1
+        replace(trial.row, chosen=trial is best, why=None if trial is best else _why_not(limits, trial.row, best.row))
+        for trial in tried
+        if trial.row.least_seconds is None or len(names) == 1
     )
     if max_gpus is None and best.row.gpus > spec.allocated_devices:
         params = {"gpus": spec.allocated_devices, "nodes": best.spec.cluster.nodes}
@@ -249,8 +249,8 @@ def _beyond(
         if nodes <= within:
             continue
         tried += plan_promising(clusters, limits, [clusters.at_least(nodes, gpu) for gpu in names])[0]
-        if any(meets(limits, each) for each in tried):
+        if any(meets(limits, trial) for trial in tried):
             fewest = replace(limits, objective="gpus", max_gpus=on_cluster(spec, nodes - 1).allocated_devices)
             tried += refined(clusters, fewest, names, tried, within + 1)[0]
-            return min((each.row for each in tried if meets(limits, each)), key=fewest.rank), tried
+            return min((trial.row for trial in tried if meets(limits, trial)), key=fewest.rank), tried
     return None, tried

@@ -279,12 +279,12 @@ def _expert_products(model: ModelSpec, work: RankWork) -> list[_Product]:
     """
     held = -(-model.num_experts // work.expert)
     routed = work.tokens * model.num_experts_per_tok * work.expert_tensor // work.tensor
-    each = max(1, -(-routed // held))
+    per_expert = max(1, -(-routed // held))
     gates = model.num_experts + (1 if model.shared_expert_gate else 0)
     products: list[_Product] = [(1, work.tokens, model.hidden_size, gates)]
     if model.shared_expert_intermediate_size:
         products += _mlp_products(model, work.tokens, model.shared_expert_intermediate_size, work.tensor)
-    one = _mlp_products(model, each, model.expert_size, work.expert_tensor)
+    one = _mlp_products(model, per_expert, model.expert_size, work.expert_tensor)
     return products + [(held, rows, inner, columns) for _, rows, inner, columns in one]
 
 

@@ -95,7 +95,7 @@ def llava_stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage
     saved = seen.kept + read.saved
     activations = (saved, max(saved + read.backward, seen.backward), max(read.backward, seen.backward - seen.kept))
     block = architecture.architecture(model.text_config).block.parameters
-    parameters = count_trained(spec, stage), block, sum(each.numel for each in model_parameters(model))
+    parameters = count_trained(spec, stage), block, sum(parameter.numel for parameter in model_parameters(model))
     states = vision_states(spec, layout, stage)
     return memory_of_phases(spec, layout, device, states, parameters, read.loss, activations)
 
@@ -118,9 +118,9 @@ def llava_stage_time(
     parts, text = llava_parts(spec, stage), language_spec(spec)
     read, network = trained_stage_time(text, layout, device, parts.language)
     trained = count_trained(spec, stage) - sum(
-        each.numel
-        for each in model_parameters(spec.model)
-        if each.name.startswith(_PATH) and (stage is None or each.name in stage.since)
+        parameter.numel
+        for parameter in model_parameters(spec.model)
+        if parameter.name.startswith(_PATH) and (stage is None or parameter.name in stage.since)
     )
     seen = network_seconds(spec, layout, device, parts.images, trained, least=least)
     peak = layout.world_size * device.peak_flops(spec.training.precision)

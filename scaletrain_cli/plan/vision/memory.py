@@ -125,10 +125,10 @@ def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpoin
         )
         inside = samples * per_sample + sum(operation.kept_once_bytes for operation in block.operations)
         repeated = full and block.input > 0
-        each = samples * element * block.input if repeated else inside
-        kept += block.count * each
+        per_block = samples * element * block.input if repeated else inside
+        kept += block.count * per_block
         if repeated:
-            kept -= min(saved, each)
+            kept -= min(saved, per_block)
         elif block.operations[0].reads_input:
             kept += entering
         entering, saved = (last, 0) if repeated else (0, last)

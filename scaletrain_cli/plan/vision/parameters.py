@@ -63,8 +63,8 @@ def vision_parameters(model: VisionSpec | LlavaSpec) -> tuple[Parameter, ...]:
 def parameter_counts(model: VisionSpec | LlavaSpec) -> tuple[int, int]:
     """Return the number of parameters that are computed with, and that of the largest block."""
     sizes = Counter[tuple[str, str, int | None]]()
-    for each in vision_parameters(model):
-        sizes[each.tower, each.place, each.block] += each.numel if each.trains else 0
+    for parameter in vision_parameters(model):
+        sizes[parameter.tower, parameter.place, parameter.block] += parameter.numel if parameter.trains else 0
     return sizes.total(), max(sizes.values())
 
 
@@ -165,9 +165,9 @@ def _llava(model: LlavaSpec) -> Iterator[Parameter]:
     """
     layers = model.text_config.num_hidden_layers
     depth, path = model.tower_depth, "vision_tower.vision_model"
-    for each in vision_tower(model.vision_config, path, layers + 1 - (model.vision_config.num_hidden_layers - depth)):
-        unused = each.place == "closing" or (each.block is not None and each.block >= depth)
-        yield each._replace(below=max(0, each.below or 0), trains=not unused)
+    for tensor in vision_tower(model.vision_config, path, layers + 1 - (model.vision_config.num_hidden_layers - depth)):
+        unused = tensor.place == "closing" or (tensor.block is not None and tensor.block >= depth)
+        yield tensor._replace(below=max(0, tensor.below or 0), trains=not unused)
     at, hidden = _Place("closing", None, layers + 1, "image"), model.text_config.hidden_size
     yield from _linear("multi_modal_projector.linear_1", model.vision_config.hidden_size, hidden, at)
     yield from _linear("multi_modal_projector.linear_2", hidden, hidden, at)

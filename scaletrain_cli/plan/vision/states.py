@@ -90,7 +90,7 @@ def trained_tensors(spec: RunSpec, stage: Stage | None = None) -> StageTensors:
     if trains_everything(spec):
         return _everything(spec.model, spec.training.optimizer)
     if stage is None:
-        stage = max(training_stages(spec), key=lambda each: count_trained(spec, each))
+        stage = max(training_stages(spec), key=lambda candidate: count_trained(spec, candidate))
     return _named(spec.model, stage)
 
 

@@ -241,7 +241,7 @@ def synchronization_seconds(spec: RunSpec, layout: Layout, device: Accelerator, 
         return 0.0
     link = cluster_link(spec.cluster, device)
     buffers, mean = vision_buffers(vision_model(spec)), ".running_mean"
-    norms = {each.name.removesuffix(mean): each.numel for each in buffers if each.name.endswith(mean)}
+    norms = {buffer.name.removesuffix(mean): buffer.numel for buffer in buffers if buffer.name.endswith(mean)}
     trained = None if stage is None else {name.rpartition(".")[0] for name in stage.since}
     widths = [width for norm, width in norms.items() if trained is None or norm in trained]
     # forward: sums with the number of values, then squares; backward: two sums

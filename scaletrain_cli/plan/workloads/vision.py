@@ -217,7 +217,7 @@ class LlavaWorkload(ImageWorkload):
 
     def size(self, model: AnyModel) -> ModelSize:
         assert isinstance(model, LlavaSpec)
-        language, every = model.text_config, sum(each.numel for each in model_parameters(model))
+        language, every = model.text_config, sum(parameter.numel for parameter in model_parameters(model))
         idle = architecture.parameter_count(language) - architecture.active_parameter_count(language)
         flops = language.seq_len * architecture.training_flops_per_token(language) + llava_tower(model).training_flops
         return ModelSize(every, every - idle, float(flops))

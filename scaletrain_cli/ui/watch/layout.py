@@ -70,7 +70,7 @@ def wrapped(text: Text, width: int, indent: int = 0) -> list[Text]:
 def rendered(renderable: RenderableType, width: int) -> list[Text]:
     """Return a rich renderable in lines."""
     rows = _MEASURING.render_lines(renderable, _MEASURING.options.update_width(width), pad=False)
-    return [Text.assemble(*((segment.text, segment.style or "") for segment in each)) for each in rows]
+    return [Text.assemble(*((segment.text, segment.style or "") for segment in row)) for row in rows]
 
 
 def elsewhere_text(view: RunView) -> str:

@@ -194,7 +194,7 @@ def loss_curve(view: RunView, choices: Choices, width: int, rows: int) -> list[T
     title = Text.assemble(("loss", f"bold {_TRAINING}"))
     if validations:
         places = _places(view, choices, [validation.step for validation in validations])
-        lines.append(_latest(Line(places, [each.loss for each in validations], _VALIDATION, "o"), lines[0], choices))
+        lines.append(_latest(Line(places, [point.loss for point in validations], _VALIDATION, "o"), lines[0], choices))
         title.append("  o validation", _VALIDATION)
     return _chart(view, choices, title, lines, width, rows, lambda value: f"{value:.4g}")
 
@@ -204,23 +204,23 @@ def curves(view: RunView, choices: Choices, width: int, height: int) -> list[Tex
     if len(view.case.history) < 2:
         why = elsewhere_text(view) if view.is_elsewhere else "no steps yet"
         return wrapped(escaped_text(why, "dim"), width)
-    each, rows = (width - _GAP) // 2, height // 2
+    half, rows = (width - _GAP) // 2, height // 2
     planned = view.figures.planned_step_seconds
     seconds = Text(f"step time, planned {seconds_text(planned)}" if planned > 0 else "step time")
     step_line = _line(view, choices, "step_seconds", _TRAINING)
     rate, norm = (_line(view, choices, *column) for column in (("learning_rate", "green"), ("grad_norm", "magenta")))
     charts = [
-        loss_curve(view, choices, each, rows),
-        _chart(view, choices, Text("learning rate"), [rate], each, rows, _short),
-        _chart(view, choices, Text("gradient norm"), [norm], each, rows, _short),
-        _chart(view, choices, seconds, [step_line], each, rows, seconds_text, {"plan": planned} if planned > 0 else {}),
+        loss_curve(view, choices, half, rows),
+        _chart(view, choices, Text("learning rate"), [rate], half, rows, _short),
+        _chart(view, choices, Text("gradient norm"), [norm], half, rows, _short),
+        _chart(view, choices, seconds, [step_line], half, rows, seconds_text, {"plan": planned} if planned > 0 else {}),
     ]
     lines = []
     for left, right in (charts[:2], charts[2:]):
         for one, other in zip(left, right, strict=True):
-            first = cut(one, each)
-            first.pad_right(each + _GAP - first.cell_len)
-            lines.append(first.append_text(cut(other, each)))
+            first = cut(one, half)
+            first.pad_right(half + _GAP - first.cell_len)
+            lines.append(first.append_text(cut(other, half)))
     return lines
 
 
@@ -418,7 +418,7 @@ def _table(
     """Return the line of titles and a line for each series, without columns that are empty everywhere."""
     cells = [list(map(plain, (title, *(name[place] for name in names)))) for place, title in enumerate(titles)]
     for title, value, text in columns:
-        values = [value(each) for each in series]
+        values = [value(recent) for recent in series]
         if any(one is not None for one in values):
             cells.append([title, *("-" if one is None else text(one) for one in values)])
     widths = [max(map(len, column)) for column in cells]

@@ -148,8 +148,8 @@ def _round_values(low: float, high: float, wanted: int, is_log: bool) -> list[fl
     """Return multiples of 1, 2 or 5 times a power of ten within the span; for logarithms 1, 2 and 5 of each power."""
     if is_log and high - low >= 0.8:
         powers = range(math.floor(low), math.ceil(high) + 1)
-        each = (1,) if high - low >= wanted else (1, 3) if high - low > wanted / 2 else (1, 2, 5)
-        return [v for power in powers for digit in each if low <= (v := power + math.log10(digit)) <= high]
+        digits = (1,) if high - low >= wanted else (1, 3) if high - low > wanted / 2 else (1, 2, 5)
+        return [v for power in powers for digit in digits if low <= (v := power + math.log10(digit)) <= high]
     if is_log:
         return [math.log10(v) for v in _round_values(10**low, 10**high, wanted, False) if v > 0]
     rough = (high - low) / wanted
@@ -163,7 +163,7 @@ def _axis(width: int, marks: Sequence[tuple[int, Mark]], canvas: "_Canvas") -> T
     axis = Text(" " * _LABEL_COLUMNS, "dim")
     cells: list[tuple[str, str]] = [("─" if canvas.unicode else "-", "dim")] * width
     free = 0
-    for across, mark in sorted(marks, key=lambda each: each[0]):
+    for across, mark in sorted(marks, key=lambda placed: placed[0]):
         cell = across // canvas.cell_columns
         if cell < free or cell + len(mark.label) > width:
             continue

@@ -54,7 +54,7 @@ class ImageStepBatch(ImageMicroBatch):
 
     def micro_batches(self) -> list[ImageMicroBatch]:
         """Return the micro-batches, in the order of accumulation."""
-        parts = zip(*[each.unbind() for each in self if each is not None], strict=True)
-        names = [name for name, each in zip(self._fields, self, strict=True) if each is not None]
+        parts = zip(*[field.unbind() for field in self if field is not None], strict=True)
+        names = [name for name, field in zip(self._fields, self, strict=True) if field is not None]
         batches = [ImageMicroBatch(**dict(zip(names, part, strict=True))) for part in parts]
-        return [each._replace(images=each.images.permute(0, 3, 1, 2)) for each in batches]
+        return [batch._replace(images=batch.images.permute(0, 3, 1, 2)) for batch in batches]

@@ -42,7 +42,7 @@ def mix_of_pair(seed: int, batch: int, pair: int, size: int, spec: AugmentSpec) 
     if not spec.cutmix or (spec.mixup and not switched):
         return Mix(float(draw.beta(spec.mixup, spec.mixup)), NO_BOX)
     side = int(size * math.sqrt(1.0 - draw.beta(spec.cutmix, spec.cutmix)))
-    y, x = (int(each) - side // 2 for each in draw.integers(size, size=2))
+    y, x = (int(center) - side // 2 for center in draw.integers(size, size=2))
     top, left, bottom, right = max(0, y), max(0, x), min(size, y + side), min(size, x + side)
     if bottom <= top or right <= left:
         return UNMIXED
@@ -92,7 +92,7 @@ def normalized(
 ) -> Tensor:
     """Return uint8 images [N, C, H, W] less ``mean`` over ``std`` of each channel, float32."""
     pixels = images.to(torch.float32, memory_format=memory_format)
-    scale = torch.tensor([1 / (255 * each) for each in std], dtype=torch.float32)
+    scale = torch.tensor([1 / (255 * deviation) for deviation in std], dtype=torch.float32)
     shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=torch.float32)
     return pixels.mul_(_by_channel(scale, pixels)).add_(_by_channel(shift, pixels))
 
@@ -103,7 +103,7 @@ def _by_channel(values: Tensor, images: Tensor) -> Tensor:
 
 def _inside(boxes: Tensor, images: Tensor) -> Tensor:
     """Return a mask [N, H, W] that is True within each box [N, 4]."""
-    top, left, height, width = (each.view(-1, 1, 1) for each in boxes.unbind(1))
+    top, left, height, width = (column.view(-1, 1, 1) for column in boxes.unbind(1))
     rows = torch.arange(images.shape[-2], device=images.device).view(1, -1, 1)
     columns = torch.arange(images.shape[-1], device=images.device).view(1, 1, -1)
     return (rows >= top) & (rows < top + height) & (columns >= left) & (columns < left + width)

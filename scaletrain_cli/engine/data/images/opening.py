@@ -92,11 +92,11 @@ class JoinedImages(Joined):
     @property
     def class_names(self) -> tuple[str, ...] | None:
         """The names of the classes, of the first source that has some."""
-        return next((names for each in self.sources if (names := each.class_names)), None)
+        return next((names for source in self.sources if (names := source.class_names)), None)
 
     @property
     def several_labels(self) -> bool:
-        return any(each.several_labels for each in self.sources)
+        return any(source.several_labels for source in self.sources)
 
     def label(self, index: int) -> int | tuple[float, ...] | None:
         """Return the label of a sample, counted from 0 over all sources."""

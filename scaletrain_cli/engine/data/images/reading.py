@@ -144,7 +144,7 @@ class ImageBatchReader(Joined):
         size = self.layout.micro_batch_size
         first = ((number - 1) * self.layout.data_parallel + self.mesh.data.rank) * size
         numbers = list(range(first, first + size))
-        stored = [min(each, count - 1) for each in numbers]
+        stored = [min(index, count - 1) for index in numbers]
         places = [_Place(source, 0, own) for source, own in map(self.located, stored)]
         batch = self._read([places], [numbers], training=False)
         if count % (size * self.layout.data_parallel):
@@ -199,7 +199,7 @@ class ImageBatchReader(Joined):
             tokens=None if self.captions is None else torch.from_numpy(self.captions.encode(captions)).view(*shape, -1),
             erased=torch.from_numpy(boxes).flatten(1, 2) if erases else None,
             sources=sources if len(self.sources) > 1 else None,
-            numbers=torch.tensor([[self.starts[each.source] + each.number for each in micro] for micro in places]),
+            numbers=torch.tensor([[self.starts[place.source] + place.number for place in micro] for micro in places]),
         )
 
 

@@ -54,7 +54,7 @@ class ShownImages:
         the first passes over the source. Raises UsageError if there is no such sample.
         """
         splits = self._data.train if split == "train" else self._data.validation
-        samples = JoinedImages(tuple(each for each in splits.values() if isinstance(each, ImageSamples)))
+        samples = JoinedImages(tuple(of_source for of_source in splits.values() if isinstance(of_source, ImageSamples)))
         if first > len(samples):
             raise UsageError(Reason("data.row-out-of-range", {"rows": len(samples), "row": first}))
         reader = image_reader(self._spec, samples, self._layout, Mesh())
@@ -65,7 +65,7 @@ class ShownImages:
             image = decode(sample.image, sample.place, reader.transform.channels)
             pictures = [reader.transform.evaluation(image)]
             if split == "train":
-                keys = (SampleKey(source_seed(self._spec.training.seed, source), each, own) for each in range(_PASSES))
+                keys = (SampleKey(source_seed(self._spec.training.seed, source), turn, own) for turn in range(_PASSES))
                 pictures += [self._erased(reader, reader.transform.training(image, key), key) for key in keys]
             yield about, Picture(_text(about), tuple(pictures))
 
@@ -108,7 +108,7 @@ class ShownImages:
     def _erased(self, reader: ImageBatchReader, image: Pixels, key: SampleKey) -> Pixels:
         if reader.transform.augment.random_erasing is None:
             return image
-        top, left, height, width = (int(each) for each in reader.transform.erased(key))
+        top, left, height, width = (int(number) for number in reader.transform.erased(key))
         mean, _ = self._spec.data.images.normalization(self._spec.model.family, reader.transform.channels)
         pixels = np.array(image)
         pixels[top : top + height, left : left + width] = np.rint(np.array(mean) * 255).astype(np.uint8)
@@ -166,7 +166,7 @@ def _text(about: Mapping[str, Any]) -> str:
 
 def write_sheet(pictures: Sequence[Picture], path: Path) -> None:
     """Write the pictures as a PNG file: those of a sample side by side below its text. Raises OSError."""
-    side = max(each.shape[0] for picture in pictures for each in picture.images)
+    side = max(view.shape[0] for picture in pictures for view in picture.images)
     scale = max(1, -(-_LEAST_SIDE // side))
     cell = side * scale + _MARGIN
     widest = max(len(picture.images) for picture in pictures)

@@ -147,7 +147,7 @@ def padded(image: Image.Image, size: int, mean: Sequence[float], resampling: Ima
         scale = size / longer
         image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), resampling)
         longer = max(image.size)
-    color = tuple(int(255 * each) for each in mean)
+    color = tuple(int(255 * channel) for channel in mean)
     square = Image.new(image.mode, (longer, longer), color if len(color) > 1 else color[0])
     square.paste(image, ((longer - image.width) // 2, (longer - image.height) // 2))
     return square.resize((size, size), resampling)
@@ -164,7 +164,7 @@ def color_jitter(image: Image.Image, draw: np.random.Generator, spec: ColorJitte
     """
     order = draw.permutation(4)
     strengths = (spec.brightness, spec.contrast, spec.saturation)
-    factors = [draw.uniform(max(0.0, 1.0 - each), 1.0 + each) for each in strengths]
+    factors = [draw.uniform(max(0.0, 1.0 - strength), 1.0 + strength) for strength in strengths]
     shift = draw.uniform(-spec.hue, spec.hue)
     for number in order:
         if number == 3:
@@ -187,7 +187,7 @@ def shift_hue(image: Image.Image, share: float) -> Image.Image:
         return image
     steps = round(share * 256)
     hue, saturation, value = image.convert("HSV").split()
-    turned = hue.point([(each + steps) % 256 for each in range(256)])
+    turned = hue.point([(level + steps) % 256 for level in range(256)])
     return Image.merge("HSV", (turned, saturation, value)).convert(image.mode)
 
 
@@ -335,7 +335,7 @@ class ImageTransform:
         cls, images: ImagesSpec, size: int, mean: Sequence[float], crop_ratio: float | None = None
     ) -> "ImageTransform":
         """Return the transform of a spec. ``mean``: of each channel, from 0 to 1. ``crop_ratio``: None: the spec's."""
-        fill = tuple(round(255 * each) for each in mean)
+        fill = tuple(round(255 * channel) for channel in mean)
         ratio = images.crop_ratio if crop_ratio is None else crop_ratio
         pad = tuple(mean) if images.aspect == "pad" else None
         return cls(size, images.augment, images.interpolation, ratio, fill, pad)

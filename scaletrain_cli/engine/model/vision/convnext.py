@@ -127,7 +127,7 @@ class ConvNextForImageClassification(ImageClassifier):
     def blocks(self) -> nn.ModuleDict:
         """The residual blocks in order: ``STAGE_NUMBER``."""
         stages: Any = enumerate(self.convnext.encoder.stages)
-        blocks = {f"{stage}_{number}": each for stage, part in stages for number, each in enumerate(part.layers)}
+        blocks = {f"{stage}_{number}": layer for stage, part in stages for number, layer in enumerate(part.layers)}
         return nn.ModuleDict(blocks)
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Initial:

@@ -74,7 +74,7 @@ class Llava(TrainedModel):
         """The blocks of the tower that are computed, and of the language model: ``vision_NUMBER``, ``text_NUMBER``."""
         tower = list(self.vision_tower.vision_model.encoder.layers.items())[: self.depth]
         language = self.language_model.blocks.items()
-        return nn.ModuleDict({f"vision_{n}": each for n, each in tower} | {f"text_{n}": each for n, each in language})
+        return nn.ModuleDict({f"vision_{n}": layer for n, layer in tower} | {f"text_{n}": part for n, part in language})
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
         if name.startswith(LANGUAGE_MODEL):

@@ -100,7 +100,7 @@ class ResNetModel(nn.Module):
     def layers(self) -> dict[str, nn.Module]:
         """The residual blocks in order: ``STAGE_NUMBER``."""
         stages = enumerate(self.encoder.stages)
-        return {f"{stage}_{number}": each for stage, part in stages for number, each in enumerate(part.layers)}  # type: ignore[arg-type]
+        return {f"{stage}_{number}": layer for stage, part in stages for number, layer in enumerate(part.layers)}  # type: ignore[arg-type]
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the mean over the pixels of the last stage, [batch, features]."""

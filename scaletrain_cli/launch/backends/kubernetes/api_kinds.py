@@ -133,7 +133,7 @@ class ServedVersions:
         """Return the versions of a group, the server's preferred one first; None if they are not known."""
         if group not in self._groups:
             answer = self._ask(group)
-            versions = [str(each.get("version", "")) for each in (answer or {}).get("versions", ())]
+            versions = [str(version.get("version", "")) for version in (answer or {}).get("versions", ())]
             self._groups[group] = None if answer == {} else tuple(versions)
         return self._groups[group]
 

@@ -97,7 +97,7 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
 def _admission_checks(queue: Object) -> list[str]:
     """Return the names of the admission checks of a ClusterQueue, which v1beta1 may list in two ways."""
     of_flavors = queue["spec"].get("admissionChecksStrategy", {}).get("admissionChecks", ())
-    return [*queue["spec"].get("admissionChecks", ()), *(each["name"] for each in of_flavors)]
+    return [*queue["spec"].get("admissionChecks", ()), *(check["name"] for check in of_flavors)]
 
 
 def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
@@ -184,8 +184,8 @@ def amounts(pod: Object, part: str = "requests") -> dict[str, Fraction]:
     """
     by_resource: dict[str, Fraction] = {}
     beside, others = pod.get("containers") or (), pod.get("initContainers") or ()
-    first = [each for each in others if each.get("restartPolicy") != "Always"]
-    for container in (*beside, *(each for each in others if each not in first), *first):
+    first = [init for init in others if init.get("restartPolicy") != "Always"]
+    for container in (*beside, *(sidecar for sidecar in others if sidecar not in first), *first):
         resources = container.get("resources", {})
         requested = resources.get("requests", {}) if part == "requests" else {}
         for name, text in {**resources.get("limits", {}), **requested}.items():
@@ -230,9 +230,9 @@ def _unstated(spec: RunSpec, pod: Object, quotas: Iterable[Object], ranges: Iter
     The default of a LimitRange states it, but must not be below the request.
     """
     rules = [
-        (f"LimitRange {each['metadata']['name']}", rule)
-        for each in ranges
-        for rule in each.get("spec", {}).get("limits", ())
+        (f"LimitRange {limit_range['metadata']['name']}", rule)
+        for limit_range in ranges
+        for rule in limit_range.get("spec", {}).get("limits", ())
         if rule.get("type") == "Container"
     ]
     defaults = {name: text for _, rule in rules for name, text in rule.get("default", {}).items()}
@@ -242,7 +242,7 @@ def _unstated(spec: RunSpec, pod: Object, quotas: Iterable[Object], ranges: Iter
         limits, requests = resources.get("limits", {}), resources.get("requests", {})
         limited, requested = {*limits, *defaults}, {*requests, *limits, *default_requests, *defaults}
         for quota in quotas:
-            for resource in (each for each in _STATED if each in quota.get("status", {}).get("hard", {})):
+            for resource in (stated for stated in _STATED if stated in quota.get("status", {}).get("hard", {})):
                 if resource.rpartition(".")[2] not in (limited if resource.startswith("limits.") else requested):
                     yield unstated(spec, f"ResourceQuota {quota['metadata']['name']}", resource, name)
         for source, rule in rules:

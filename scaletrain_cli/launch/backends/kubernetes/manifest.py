@@ -137,7 +137,7 @@ def _about_files(spec: RunSpec) -> Iterator[Reason]:
         "evaluation.zero_shot.classes": getattr(spec.evaluation.zero_shot, "classes", None),
         "data.tokenizer.path": spec.data.tokenizer.path,
         "data.chat_template": spec.data.chat_template,
-        **{each.key: each.path for each in spec.initial_weights},
+        **{weights.key: weights.path for weights in spec.initial_weights},
         "model.adapter.weights": getattr(getattr(spec.model, "adapter", None), "weights", None),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }

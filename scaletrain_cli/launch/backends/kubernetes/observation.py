@@ -115,7 +115,7 @@ def own_container(pod: Object) -> Object:
 
 def reports(pod: Object) -> bool:
     """Return whether the pod's node reports. A pod with ready containers is unready only if its node does not."""
-    statuses = {each.get("type"): each.get("status") for each in pod.get("status", {}).get("conditions", ())}
+    statuses = {entry.get("type"): entry.get("status") for entry in pod.get("status", {}).get("conditions", ())}
     return statuses.get("Ready") != "False" or statuses.get("ContainersReady") == "False"
 
 
@@ -148,7 +148,7 @@ def _events(
         return []
     asked = [name, *(job["metadata"]["name"] for job in jobs)] if not pods else []
     asked += [pod["metadata"]["name"] for pod in waiting[:_MOST_PODS_QUERIED]]
-    events = [event for each in asked for event in cluster.events(namespace, each)]
+    events = [event for subject in asked for event in cluster.events(namespace, subject)]
     if of_lost_pods:
         start = f"{name}-{names.NODE}-"
         of_pods = cluster.find(kinds.EVENT, namespace, fields="involvedObject.kind=Pod,type=Warning")
@@ -186,7 +186,7 @@ def is_ready(node: Object) -> bool:
 def condition(item: Object, *kinds: str, status: str = "True") -> Object | None:
     """Return the first condition of an object with one of these types and this status, or None."""
     conditions = item.get("status", {}).get("conditions", ())
-    return next((each for each in conditions if each.get("type") in kinds and each.get("status") == status), None)
+    return next((entry for entry in conditions if entry.get("type") in kinds and entry.get("status") == status), None)
 
 
 def has_ended(pod: Object) -> bool:

@@ -294,7 +294,9 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object, *, derived: bool = F
         if not derived and is_unmanaged(body, answer):
             queue = body["metadata"]["labels"][QUEUE_LABEL]
             yield problem(spec, "queue", reason("queue-without-kind", kind=kind, queue=queue), queue)
-        given, actual = ({each["name"] for each in one.get("spec", {}).get("containers", ())} for one in (body, answer))
+        given, actual = (
+            {container["name"] for container in one.get("spec", {}).get("containers", ())} for one in (body, answer)
+        )
         if actual - given:
             yield reason("note-added-containers", names=sorted(actual - given))
     except NotServedError:
@@ -310,7 +312,7 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object, *, derived: bool = F
         elif kind == "TrainJob" and is_runtime_missing(error.said):
             return  # a dry run creates none; the objects of the two are checked below
         elif unset := unstated_in_quota(error.said, NODE):
-            yield from (unstated(spec, *each) for each in unset)
+            yield from (unstated(spec, *amount) for amount in unset)
         elif kind == "Pod" and (note := pod_refusal_note(error.said)) is not None:
             yield note
         elif error.problems:

@@ -264,7 +264,7 @@ def _failure(cluster: Cluster, job: PreparationJob, there: Object, pods: Sequenc
     if how := failed_pod(failed):
         return ScaletrainError(reason("preparation-pod-failed", job=job.job_id, cause=how[0]))
     conditions = there.get("status", {}).get("conditions", ())
-    messages = [one_line(each.get("message")) for each in conditions if each.get("type") == "Failed"]
+    messages = [one_line(entry.get("message")) for entry in conditions if entry.get("type") == "Failed"]
     return ScaletrainError(reason("preparation-failed", job=job.job_id, said="; ".join(filter(None, messages))))
 
 

@@ -199,7 +199,7 @@ def _why_it_waits(cluster: Cluster, ref: JobRef, name: str, pods: Sequence[Objec
     if passed < _START_SECONDS:
         return None
     names = [pod["metadata"]["name"] for pod in pods[:1]] or [name]
-    events = tuple(event for each in names for event in cluster.events(ref.namespace, each))
+    events = tuple(event for subject in names for event in cluster.events(ref.namespace, subject))
     causes = why_pods_wait(pods, Observation(None, tuple(pods), events=events))
     return reason("view-pod-waits", cause=causes[0] if causes else reason("view-no-cause"), seconds=round(passed))
 
