@@ -112,8 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.word == "end":
             print("requeue" if requeues else "stop")
         may_go_on = requeues or stop_reason is not None or options.word == "watch-reservation"
+        in_job = "SLURM_JOB_ID" in os.environ
         with contextlib.suppress(ScaletrainError, OSError):  # the run of another job goes on
-            if not may_go_on and latest_job_id(run) == own_job_id(os.environ):
+            if in_job and not may_go_on and latest_job_id(run) == own_job_id(os.environ):
                 return end_by_error(run, error if full else failure, "node.job-failed")
         logger.error("%s", failure)
         return code
