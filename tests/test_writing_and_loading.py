@@ -1,4 +1,4 @@
-"""Rules for all source files: they write through safe_files, load no format that can run code, and have few helpers."""
+"""Rules for all source files: they write through safe_files, load no format that can run code, and name plainly."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ PROJECT = Path(__file__).parent.parent
 PACKAGE = PROJECT / "scaletrain_cli"
 HOME = "scaletrain_cli/safe_files.py"  # opens for all others
 MOST_SMALL_HELPERS = 40  # may only shrink: who reads one idea should not have to look in many places
+
+MOST_VAGUE_NAMES = 12  # may only shrink: fields of records, and truth values that say whether something was found
 
 # File and call: why it may write by itself.
 MAY_WRITE = {
@@ -192,6 +194,16 @@ def test_no_format_that_can_run_code_is_loaded() -> None:
 def test_few_private_functions_of_three_lines_are_called_once() -> None:
     found = [f"{path.relative_to(PROJECT)}: {name}" for path in sources() for name in small_helpers(nodes_of(path))]
     assert len(found) <= MOST_SMALL_HELPERS, "write them where they are called:\n" + "\n".join(found)
+
+
+def test_a_variable_is_named_by_what_it_holds() -> None:
+    vague = [
+        f"{path.relative_to(PROJECT)}:{node.lineno} {node.id}"
+        for path in PACKAGE.rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in ("found", "each")
+    ]
+    assert len(vague) <= MOST_VAGUE_NAMES, "name what was found, or what each one is:\n" + "\n".join(vague)
 
 
 def small_helpers(nodes: Iterable[ast.AST]) -> Iterator[str]:

@@ -130,7 +130,7 @@ def summarize_data(spec: RunSpec) -> DataSummary | None:
         sizes = source_sizes(spec.data, runs_root(), Path.cwd(), checked.files)
         sources = planned_sources(spec, sizes)
         exact = {name: size.sequences(spec.transformer.seq_len) for name, size in sizes.items() if size.exact}
-        wrong = (*wrong, *(found for found in size_problems(spec, exact) if found not in wrong))
+        wrong = (*wrong, *(problem for problem in size_problems(spec, exact) if problem not in wrong))
         if not wrong:
             infeasible = _infeasible(spec, exact)
         if len(sizes) == len(spec.data.all_sources):

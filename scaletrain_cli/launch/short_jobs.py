@@ -274,7 +274,7 @@ def run_preflight(
     attempt = made.run.attempt(max(made.run.attempts(), default=1))
     together = read_document(attempt / "preflight.json") or {}
     inspected = (read_document(path) for path in sorted((attempt / "preflight").glob("[!.]*.json")))
-    found = Preflight(
+    report = Preflight(
         exit_code=code,
         why=status.why if code else "",
         ranks=tuple(together.get("ranks", ())),
@@ -286,4 +286,4 @@ def run_preflight(
     )
     if code == ExitCode.DONE:
         remove()
-    return found
+    return report

@@ -166,8 +166,8 @@ def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None
 
 def newest_event(events: Sequence[Mapping[str, Any]], name: str, *others: str) -> Mapping[str, Any]:
     """Return the newest event of this name, if none of the others is newer; else an empty one."""
-    found = (event for event in reversed(events) if event["event"] in (name, *others))
-    newest: Mapping[str, Any] = next(found, {})
+    matches = (event for event in reversed(events) if event["event"] in (name, *others))
+    newest: Mapping[str, Any] = next(matches, {})
     return newest if newest.get("event") == name else {}
 
 

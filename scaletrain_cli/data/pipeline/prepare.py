@@ -178,10 +178,10 @@ def prepare(
                 dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain), _open)
                 done.append(replace(work, dataset=dataset))
                 _write_shards(done[-1], tokenizer, preparation.validation_share, crew)
-            for each in done:
-                finish = partial(_finish, each, tokenizer, preparation.validation_share, done)
-                key = f"{each.dataset.name}-dataset"
-                crew.run(Stage(f"finish {each.name}", key, each.dataset, ("dataset.json",), finish))
+            for prepared in done:
+                finish = partial(_finish, prepared, tokenizer, preparation.validation_share, done)
+                key = f"{prepared.dataset.name}-dataset"
+                crew.run(Stage(f"finish {prepared.name}", key, prepared.dataset, ("dataset.json",), finish))
 
         def remove_phases_again() -> None:
             steps = [step.duplicates for work in works for step in work.chain.steps if step.duplicates is not None]
