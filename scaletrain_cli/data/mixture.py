@@ -60,8 +60,9 @@ class Mixture:
         """Return the source of a sample of the run, and its position in that source; all counted from 0."""
         stage = bisect_right(self._first, sample) - 1
         block, within = divmod(sample - self._first[stage], _BLOCK)
-        source, position = (int(values[within]) for values in _block(self._weights[stage], block))
-        return Place(source, int(self._taken[stage][source]) + position)
+        sources, positions = _block(self._weights[stage], block)
+        source = int(sources[within])
+        return Place(source, int(self._taken[stage][source]) + int(positions[within]))
 
     def counts(self, samples: int) -> npt.NDArray[np.int64]:
         """Return how many of the first ``samples`` samples of the run come from each source, [sources]."""

@@ -166,14 +166,14 @@ def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listin
     if has_splits:
         read = _splits_read({split_of_folder(name) for name in names}, settings)
         names = [name for name in names if split_of_folder(name) in read]
-    sizes: list[int] = []
-    state = _hashed(_state_of(root, name, sizes) for name in (*names, *described))
+    total_size = _Size()  # one number, because there may be many millions of files
+    state = _hashed(_state_of(root, name, total_size) for name in (*names, *described))
     left = _counts(left_out, total - len(names), settings)
     folders = {_first_folder(name) for name in names}
     if has_splits and len(folders) == 1:  # all of them are of the split that is wanted, or one is drawn from them
         root, has_splits = os.path.join(root, *folders), False
         names = [name.partition("/")[2] for name in names]
-    return Listing(FOLDER, place, state, root, tuple(names), (), has_splits, labels_beside, left, sum(sizes))
+    return Listing(FOLDER, place, state, root, tuple(names), (), has_splits, labels_beside, left, total_size.bytes)
 
 
 def _first_folder(name: str) -> str:
@@ -215,8 +215,13 @@ def _walked(root: str, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
             yield name
 
 
-def _state_of(root: str, name: str, sizes: list[int]) -> str:
-    """Return the name of a file with what changes when it is written, and append its bytes to ``sizes``.
+@dataclass
+class _Size:
+    bytes: int = 0
+
+
+def _state_of(root: str, name: str, size: _Size) -> str:
+    """Return the name of a file with what changes when it is written, and add its bytes to ``size``.
 
     A link that leads nowhere has no state.
     """
@@ -224,7 +229,7 @@ def _state_of(root: str, name: str, sizes: list[int]) -> str:
         about = os.stat(os.path.join(root, name))
     except FileNotFoundError:
         return f"{name} missing"
-    sizes.append(about.st_size)
+    size.bytes += about.st_size
     return f"{name} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns} {about.st_ino}"
 
 

@@ -82,24 +82,32 @@ class BatchNorm2d(ExactBuffers):
     def _over_ranks(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Statistics]:
         mean, variance, values = _joint_statistics(x.detach(), self.axis)
         unbiased = variance * (values / (values - 1).clamp(min=1))
-        settings = (mean.float(), variance.float(), values, self.eps, self.axis)
+        settings = _Settings(mean.float(), variance.float(), values, self.eps, self.axis)
         y: Tensor = _Normalized.apply(x, weight, bias, settings)  # type: ignore[no-untyped-call]
-        return y, Statistics(settings[0], unbiased.float())
+        return y, Statistics(settings.mean, unbiased.float())
+
+
+class _Settings(NamedTuple):
+    """The joint mean and biased variance [channels], fp32; the number of values per channel, a scalar."""
+
+    mean: Tensor
+    variance: Tensor
+    values: Tensor
+    eps: float
+    axis: Axis
 
 
 class _Normalized(Function):
     """Images normalized by joint statistics, which the gradient of the images takes into account.
 
-    Gradients of weight and bias are those of this rank's images, as of all other parameters. ``settings``: the joint
-    mean and biased variance [channels], fp32; the number of values per channel, a scalar; epsilon; the axis.
+    Gradients of weight and bias are those of this rank's images, as of all other parameters.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, settings: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, settings: _Settings) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings = settings
-        mean, variance, _, eps, _ = settings
-        return F.batch_norm(x, mean, variance, weight, bias, eps=eps)
+        return F.batch_norm(x, settings.mean, settings.variance, weight, bias, eps=settings.eps)
 
     @staticmethod
     @once_differentiable
