@@ -33,7 +33,7 @@ def server() -> Iterator[Webhook]:
 @pytest.fixture
 def run() -> RunDir:
     spec = make_spec("notify=[{webhook: HOOK}]")
-    made = create_run(spec, make_plan(spec), "told").run
+    made = create_run(spec, make_plan(spec), "notified").run
     record_event(made, "stopped", exit_code=93, why="w", code="x", params={})
     return made
 
@@ -54,12 +54,12 @@ def test_a_test_notification_goes_to_every_receiver_of_a_spec_or_a_run(
 
 def test_what_waits_after_the_end_is_listed(server: Webhook, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifier, "time", Clock(round(time.time())))
-    ended = scaletrain("notify", "send", "told", code=1)
+    ended = scaletrain("notify", "send", "notified", code=1)
     assert ended.out.startswith("webhook HOOK: 1 waiting; the variable HOOK is not set")
     monkeypatch.setenv("HOOK", server.url)
-    assert scaletrain("notify", "send", "told").code == 0
-    assert scaletrain("notify", "list", "told").out == "webhook HOOK: 1 sent, 0 waiting, 0 given up\n"
-    (row,) = json.loads(scaletrain("notify", "list", "told", "--json").out)["receivers"]
+    assert scaletrain("notify", "send", "notified").code == 0
+    assert scaletrain("notify", "list", "notified").out == "webhook HOOK: 1 sent, 0 waiting, 0 given up\n"
+    (row,) = json.loads(scaletrain("notify", "list", "notified", "--json").out)["receivers"]
     assert row == {"receiver": "webhook HOOK", "sent": 1, "waiting": 0, "given_up": 0, "problem": ""}
     assert len(server.received) == 1
     assert run.run_id in server.received[0]["text"]
@@ -73,7 +73,7 @@ def test_the_end_of_a_run_whose_job_could_not_record_it_is_sent_once(
     server: Webhook, monkeypatch: pytest.MonkeyPatch, state: JobState, sent: list[str], *, done: bool
 ) -> None:
     spec = make_spec("notify=[{webhook: HOOK, format: json}]", "restarts.lost=1")
-    made = create_run(spec, make_plan(spec), "told")
+    made = create_run(spec, make_plan(spec), "notified")
     submission = {"scheduler": "local", "job_id": "7", "submitted": 1.0, "first_attempt": 1}
     write_document(made.run.submission, {"state": "submitted", **submission})
     record_event(made.run, "submitted", job_id="7", first_attempt=1)
@@ -84,7 +84,7 @@ def test_the_end_of_a_run_whose_job_could_not_record_it_is_sent_once(
     monkeypatch.setattr(LocalBackend, "job", lambda self, run, record: job)
     monkeypatch.setenv("HOOK", server.url)
     for _ in range(2):
-        scaletrain("notify", "send", "told", code=0)
+        scaletrain("notify", "send", "notified", code=0)
     assert [message["kind"] for message in server.received] == sent
     assert ["all of its nodes are off" in message["text"] for message in server.received] == [True] * len(sent)
     lost = why_lost(made.run, made.record, job, LocalBackend())

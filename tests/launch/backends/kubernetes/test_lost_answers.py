@@ -72,6 +72,14 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(job_ref, "_SETTLED_SECONDS", 0.0)
 
 
+def lose_the_answer(made: MadeRun, api: FakeApi) -> None:
+    """Submit the run to a server that creates its ConfigMap and answers 503 to the creation of its JobSet."""
+    api.refusals[("create", "jobsets")] = UNAVAILABLE
+    with pytest.raises(SchedulerSilentError):
+        submit(made)
+    del api.refusals[("create", "jobsets")]
+
+
 def test_a_request_whose_answer_was_lost_is_repeated_and_creates_no_second_job(made: MadeRun, api: FakeApi) -> None:
     api.lost[("create", "configmaps")] = 1
     api.lost[("create", "jobsets")] = 1
@@ -107,10 +115,7 @@ def test_an_unanswered_resume_is_found_and_two_gangs_never_run_at_once(made: Mad
 
 
 def test_an_unsettled_request_has_not_ended_and_stays(made: MadeRun, api: FakeApi, later: Callable[[], None]) -> None:
-    api.refusals[("create", "jobsets")] = UNAVAILABLE
-    with pytest.raises(SchedulerSilentError):
-        submit(made)
-    del api.refusals[("create", "jobsets")]
+    lose_the_answer(made, api)
     found = job(made)
     assert (found.state, found.may_be_active) == ("unknown", True)
     assert "the outcome is known in" in found.detail
@@ -128,10 +133,7 @@ def test_an_unsettled_request_has_not_ended_and_stays(made: MadeRun, api: FakeAp
 def test_a_cancel_removes_what_a_request_has_left_that_status_took_for_lost(
     made: MadeRun, api: FakeApi, later: Callable[[], None]
 ) -> None:
-    api.refusals[("create", "jobsets")] = UNAVAILABLE
-    with pytest.raises(SchedulerSilentError):
-        submit(made)
-    del api.refusals[("create", "jobsets")]
+    lose_the_answer(made, api)
     later()
     assert "never submitted" in job(made).detail
     assert api.all("configmaps"), "the server may be slower than that, so that status deletes nothing"
@@ -143,10 +145,7 @@ def test_a_spec_that_was_changed_after_a_lost_request_is_submitted_with_its_own_
     made: MadeRun, api: FakeApi, later: Callable[[], None]
 ) -> None:
     """The lost request has left the ConfigMap of that name, which nothing can change."""
-    api.refusals[("create", "jobsets")] = UNAVAILABLE
-    with pytest.raises(SchedulerSilentError):
-        submit(made)
-    del api.refusals[("create", "jobsets")]
+    lose_the_answer(made, api)
     later()
     assert resume(made.run, resize=replan(made.run, ["training.steps=30"])).submission.job_id.endswith("-s1")
     (documents,) = api.all("configmaps")
